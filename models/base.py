@@ -1,0 +1,51 @@
+"""What a model family is: the role of every tensor of an architecture, as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Family:
+    """The tensors of an architecture, and which of them vLLM can run quantized.
+
+    ``quantized``, ``optional`` and ``preserved`` map a regular expression over whole tensor
+    names to a role. Together they cover every tensor of the architecture: a name that matches
+    none of them is an error. ``optional`` are linear layers that stay BF16 unless the user asks.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    quantized: Mapping[str, str]
+    preserved: Mapping[str, str]
+    optional: Mapping[str, str] = field(default_factory=dict)
+    head: str = "lm_head.weight"
+    embedding: str = "model.embed_tokens.weight"
+    layers: str = r"model\.layers\.(\d+)\."
+    """Matches the start of a decoder layer's tensor names; group 1 is the layer number."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules that vLLM fuses: ``{"qkv_proj": ("q_proj", "k_proj", "v_proj")}``."""
+    draft: bool = False
+
+    @cached_property
+    def _compiled(self) -> tuple[tuple[re.Pattern[str], str, str], ...]:
+        groups = (
+            ("quantized", self.quantized),
+            ("optional", self.optional),
+            ("preserved", self.preserved),
+        )
+        return tuple(
+            (re.compile(pattern), role, kind)
+            for kind, patterns in groups
+            for pattern, role in patterns.items()
+        )
+
+    def role(self, name: str) -> tuple[str, str] | None:
+        """The role of a tensor, and ``quantized``, ``optional`` or ``preserved``; None: unknown."""
+        for pattern, role, kind in self._compiled:
+            if pattern.fullmatch(name):
+                return role, kind
+        return None
