@@ -28,6 +28,10 @@ class Family:
     """Matches the start of a decoder layer's tensor names; group 1 is the layer number."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules that vLLM fuses: ``{"qkv_proj": ("q_proj", "k_proj", "v_proj")}``."""
+    row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
+    """Linears whose input dimension vLLM splits between tensor-parallel ranks."""
+    linears: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Linears that every decoder layer must have: ``{"mlp": ("gate_proj", …)}``."""
     draft: bool = False
 
     @cached_property

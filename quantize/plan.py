@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import translate
 from typing import Any, Literal
 
+from models.base import Family
+from quantize.errors import BadPlan
+from quantize.metadata import build_quantization_config
+from quantize.roles import Role, check_layers, classify, find_family
+from schemes import find_scheme
 from schemes.base import TensorSpec
+
+BF16_SCHEME = "bf16"
+"""The scheme that leaves a model as it is."""
+
+TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The fate of one source tensor.
 
-    ``scheme`` None means preserved; ``stored`` empty means dropped on purpose. A preserved tensor
-    whose stored dtype differs from its source's is cast (only with the user's consent).
+    ``scheme`` None means preserved; ``stored`` empty means dropped on purpose. A weight that is
+    not BF16 is cast before it is quantized, and a preserved tensor whose stored dtype differs
+    from its source's is cast; both need the user's consent.
     """
 
     source: TensorSpec
@@ -33,5 +47,277 @@ class Plan:
     kind: Literal["target", "draft"]
     scheme: str
     quantization_config: dict[str, Any] | None
+    tensor_parallel: tuple[int, ...]
     target_layers: int | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def stored(self) -> dict[str, TensorSpec]:
+        """Every tensor of the output, by name."""
+        return {spec.name: spec for entry in self.entries for spec in entry.stored}
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values; `plan_from_json` reads them back."""
+        return {
+            "family": self.family,
+            "kind": self.kind,
+            "scheme": self.scheme,
+            "target_layers": self.target_layers,
+            "tensor_parallel": list(self.tensor_parallel),
+            "notes": list(self.notes),
+            "bytes_before": sum(entry.source.nbytes for entry in self.entries),
+            "bytes_after": sum(spec.nbytes for spec in self.stored.values()),
+            "tensors": [_entry_to_json(entry) for entry in self.entries],
+            "quantization_config": self.quantization_config,
+        }
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of one checkpoint; every field changes the bytes written."""
+
+    scheme: str
+    exclude: tuple[str, ...] = ()
+    layer_schemes: tuple[tuple[str, str], ...] = ()
+    allow_unmatched: bool = False
+    cast_weights: bool = False
+    cast_head: bool = False
+
+
+def make_plan(
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    options: Options,
+    *,
+    target_layers: int | None = None,
+    dropped: Mapping[str, str] | None = None,
+) -> Plan:
+    """Plan one checkpoint from its headers and config.
+
+    ``target_layers`` is needed for a draft: vLLM numbers its layers after the target's.
+    ``dropped`` maps tensors that `pair` found redundant to the reason. Raises `BadPlan`.
+    """
+    family = find_family(specs, config)
+    roles = classify(family, specs)
+    check_layers(family, specs, config)
+    _check_patterns(family, roles, options)
+    entries = tuple(
+        _dropped(roles[name], dropped[name])
+        if dropped and name in dropped
+        else _decide(roles[name], options)
+        for name in specs
+    )
+    _check_fused(family, entries)
+    scheme = resolve_scheme(options.scheme)
+    quantized = [entry for entry in entries if entry.scheme]
+    if scheme != BF16_SCHEME and not quantized:
+        raise BadPlan(
+            f"nothing is left to quantize: {scheme} was asked for and every tensor stays as it is",
+            f"loosen the exclusions, or ask for --scheme {BF16_SCHEME}",
+        )
+    return Plan(
+        entries=entries,
+        family=family.name,
+        kind="draft" if family.draft else "target",
+        scheme=scheme,
+        quantization_config=build_quantization_config(
+            family, entries, scheme, options.layer_schemes, target_layers
+        )
+        if quantized
+        else None,
+        tensor_parallel=_tensor_parallel(family, quantized),
+        target_layers=target_layers,
+        notes=_notes(entries),
+    )
+
+
+def resolve_scheme(name: str) -> str:
+    """The canonical name of a scheme or alias. Raises `BadPlan`."""
+    if name.lower() == BF16_SCHEME:
+        return BF16_SCHEME
+    try:
+        return find_scheme(name).NAME
+    except ValueError as error:
+        raise BadPlan(str(error), f"or {BF16_SCHEME}, which leaves the model as it is") from error
+
+
+def _decide(role: Role, options: Options) -> Entry:
+    scheme, reason = _choose(role, options)
+    spec = role.spec
+    if scheme is not None and scheme != BF16_SCHEME:
+        misfit = find_scheme(scheme).misfit(spec)
+        if not misfit:
+            _check_source_dtype(spec, options)
+            return _entry(role, scheme, find_scheme(scheme).stored(spec), reason)
+        reason = f"stays as it is: {misfit}"
+    stored = spec
+    if role.head and spec.dtype != "BF16":
+        stored, reason = _cast_head(spec, options)
+    return _entry(role, None, (stored,), reason)
+
+
+def _choose(role: Role, options: Options) -> tuple[str | None, str]:
+    """Scheme and reason: head, then exclusions, then --layer-scheme, then defaults."""
+    if role.head:
+        return None, "head: never quantized, vLLM shares it in BF16"
+    if role.kind == "preserved":
+        return None, f"{role.name}: not a linear layer that vLLM quantizes"
+    for pattern in options.exclude:
+        if matches(pattern, role.spec.module):
+            return None, f"excluded by --exclude-layers {pattern!r}"
+    for pattern, scheme in options.layer_schemes:
+        if matches(pattern, role.spec.module):
+            return resolve_scheme(scheme), f"--layer-scheme {pattern!r} {scheme}"
+    if role.kind == "optional":
+        return None, f"{role.name}: preserved by default, --layer-scheme can change it"
+    return resolve_scheme(options.scheme), f"{role.name}: decoder linear"
+
+
+def _entry(role: Role, scheme: str | None, stored: tuple[TensorSpec, ...], reason: str) -> Entry:
+    return Entry(role.spec, "plain", role.name, scheme, stored, reason)
+
+
+def _dropped(role: Role, reason: str) -> Entry:
+    return _entry(role, None, (), f"dropped: {reason}")
+
+
+def _check_source_dtype(spec: TensorSpec, options: Options) -> None:
+    if spec.dtype == "BF16" or (spec.dtype in ("F16", "F32") and options.cast_weights):
+        return
+    raise BadPlan(
+        f"{spec.name} is due for quantization and is stored as {spec.dtype}, expected BF16",
+        "add --cast-weights to round such weights to BF16 first",
+    )
+
+
+def _cast_head(spec: TensorSpec, options: Options) -> tuple[TensorSpec, str]:
+    if spec.dtype in ("F16", "F32") and options.cast_head:
+        return TensorSpec(spec.name, "BF16", spec.shape), f"head: cast from {spec.dtype} to BF16"
+    raise BadPlan(
+        f"the head {spec.name} is stored as {spec.dtype}, expected BF16: it could not be shared "
+        "bit for bit",
+        "add --cast-head to store it rounded to BF16 (recorded in the report)",
+    )
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a glob of the user names a module; `fnmatch` rules, as in Quark."""
+    return re.fullmatch(translate(pattern), module) is not None
+
+
+def _check_patterns(family: Family, roles: Mapping[str, Role], options: Options) -> None:
+    """A pattern that names nothing, or only what no scheme can change, is a typing mistake."""
+    names = {role.spec.module for role in roles.values() if role.spec.name.endswith(".weight")}
+    # A tied or shared head has no tensor, and excluding it is still what people mean.
+    names.add(family.head.removesuffix(".weight"))
+    free = {role.spec.module for role in roles.values() if role.kind != "preserved"}
+    for pattern in options.exclude:
+        _require_match("--exclude-layers", pattern, names, options)
+    for pattern, scheme in options.layer_schemes:
+        _require_match("--layer-scheme", pattern, names, options)
+        hit = [name for name in names if matches(pattern, name)]
+        if hit and not free.intersection(hit) and resolve_scheme(scheme) != BF16_SCHEME:
+            raise BadPlan(
+                f"--layer-scheme {pattern!r} {scheme} names only modules that stay as they are: "
+                f"{_some(sorted(hit))}",
+                "the head, embeddings, norms and routers are never quantized",
+            )
+
+
+def _require_match(option: str, pattern: str, names: Iterable[str], options: Options) -> None:
+    compiled = re.compile(translate(pattern))
+    if options.allow_unmatched or any(compiled.fullmatch(name) for name in names):
+        return
+    if re.compile(translate(pattern.removesuffix(".weight"))) != compiled:
+        hint = f"patterns match module names, without .weight: {pattern.removesuffix('.weight')!r}"
+    else:
+        hint = f"module names look like {_some(sorted(names))}; or add --allow-unmatched"
+    raise BadPlan(f"{option} {pattern!r} matches no module", hint)
+
+
+def _check_fused(family: Family, entries: Iterable[Entry]) -> None:
+    """VLLM runs a fused group as one matrix: its members need one scheme."""
+    fused = {member: group for group, members in family.fused.items() for member in members}
+    groups: dict[tuple[str, str], dict[str, str | None]] = {}
+    for entry in entries:
+        parent, _, leaf = entry.source.module.rpartition(".")
+        if leaf in fused and entry.source.name.endswith(".weight"):
+            groups.setdefault((parent, fused[leaf]), {})[leaf] = entry.scheme
+    for (parent, group), schemes in groups.items():
+        if len(set(schemes.values())) > 1:
+            found = ", ".join(f"{leaf} {scheme or 'BF16'}" for leaf, scheme in schemes.items())
+            raise BadPlan(
+                f"{parent}: vLLM fuses {', '.join(schemes)} into {group}, which needs one scheme; "
+                f"found {found}",
+                f"name all of them, for example with the pattern '*{parent.rpartition('.')[2]}.*'",
+            )
+
+
+def _tensor_parallel(family: Family, quantized: Iterable[Entry]) -> tuple[int, ...]:
+    """Sizes at which every rank's slice of each row-parallel weight still fits its scheme."""
+    sliced = [
+        entry
+        for entry in quantized
+        if entry.source.module.rpartition(".")[2] in family.row_parallel
+    ]
+    shapes = {(entry.scheme or "", entry.source.shape) for entry in sliced}
+    return tuple(
+        size
+        for size in TENSOR_PARALLEL
+        if all(
+            shape[1] % size == 0
+            and not find_scheme(scheme).misfit(TensorSpec("", "BF16", (shape[0], shape[1] // size)))
+            for scheme, shape in shapes
+        )
+    )
+
+
+def _notes(entries: Iterable[Entry]) -> tuple[str, ...]:
+    misfits = [entry.source.name for entry in entries if entry.reason.startswith("stays as it is")]
+    return (f"{len(misfits)} weights stay BF16: {_some(misfits)}",) if misfits else ()
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _entry_to_json(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.source.name,
+        "dtype": entry.source.dtype,
+        "shape": list(entry.source.shape),
+        "source_format": entry.source_format,
+        "role": entry.role,
+        "scheme": entry.scheme,
+        "stored": [asdict(spec) for spec in entry.stored],
+        "reason": entry.reason,
+    }
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """The plan that `Plan.to_json` wrote."""
+    return Plan(
+        entries=tuple(
+            Entry(
+                source=_spec(item),
+                source_format=item["source_format"],
+                role=item["role"],
+                scheme=item["scheme"],
+                stored=tuple(_spec(spec) for spec in item["stored"]),
+                reason=item["reason"],
+            )
+            for item in data["tensors"]
+        ),
+        family=data["family"],
+        kind=data["kind"],
+        scheme=data["scheme"],
+        quantization_config=data["quantization_config"],
+        tensor_parallel=tuple(data["tensor_parallel"]),
+        target_layers=data["target_layers"],
+        notes=tuple(data["notes"]),
+    )
+
+
+def _spec(item: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(item["name"], item["dtype"], tuple(item["shape"]))

@@ -1,0 +1,183 @@
+"""Runs a plan: read, check, quantize, write at known offsets, journal. Memory stays bounded.
+
+Every operation works on a range of weight rows, because both schemes are independent per row:
+the peak is set by `CHUNK_BYTES`, whatever the size of tensor, shard or model.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantize.checkpoint import Checkpoint
+from quantize.errors import BadCheckpoint, BadOutput
+from quantize.head import row_chunks
+from quantize.layout import Shard
+from quantize.plan import Entry, Plan
+from quantize.workdir import Journal
+from schemes import find_scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Advance = Callable[[int], None]
+"""Reports source bytes done, for progress."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+SYNC_BYTES = 256 << 20
+
+
+def write_tensors(
+    source: Checkpoint,
+    plan: Plan,
+    shards: Sequence[Shard],
+    folder: Path,
+    journal: Journal,
+    device: str,
+    advance: Advance,
+) -> None:
+    """Write every tensor of the plan that the journal does not list yet.
+
+    Raises `BadCheckpoint` for a NaN or Inf, `BadOutput` when the disk is full.
+    """
+    _check_disk(folder, shards)
+    with ExitStack() as stack, _disk_errors(folder):
+        places = _open_shards(folder, shards, stack)
+        unsynced: list[str] = []
+        pending = 0
+        for entry in plan.entries:
+            if entry.stored and entry.source.name not in journal.done:
+                _write_entry(source, entry, places, device)
+                unsynced.append(entry.source.name)
+                pending += entry.source.nbytes
+            if pending > SYNC_BYTES:
+                _sync(places, journal, unsynced)
+                pending = 0
+            advance(entry.source.nbytes)
+        _sync(places, journal, unsynced)
+
+
+def _write_entry(
+    source: Checkpoint, entry: Entry, places: dict[str, tuple[int, int]], device: str
+) -> None:
+    rows = entry.source.shape[0] if entry.source.shape else 1
+    if entry.source.nbytes == 0:
+        return
+    for start, stop in row_chunks(entry.source.shape, entry.source.nbytes // rows):
+        pieces = transform(source, entry, start, stop, device)
+        for spec, piece in zip(entry.stored, pieces, strict=True):
+            descriptor, offset = places[spec.name]
+            _write_all(descriptor, piece, offset + start * (spec.nbytes // rows))
+
+
+def transform(
+    source: Checkpoint, entry: Entry, start: int, stop: int, device: str
+) -> Iterator[memoryview]:
+    """The stored bytes of rows ``start`` to ``stop`` of one entry, in the order of its specs."""
+    if entry.scheme is None and entry.source.dtype not in FLOATS:
+        yield memoryview(source.read(entry.source.name, start, stop))
+        return
+    tensor = source.tensor(entry.source.name, start, stop)
+    check_finite(source, entry.source.name, tensor, start)
+    if entry.scheme is None:
+        yield tensor_bytes(cast_head(entry, tensor))
+        return
+    weight = cast_weight(tensor).to(device)
+    for piece in find_scheme(entry.scheme).quantize(weight):
+        yield tensor_bytes(piece.cpu())
+
+
+def cast_weight(weight: Tensor) -> Tensor:
+    """The BF16 weight that is quantized."""
+    import torch
+
+    return weight.to(torch.bfloat16)
+
+
+def cast_head(entry: Entry, tensor: Tensor) -> Tensor:
+    """The tensor in its stored dtype: BF16 for a head that is cast by consent, else unchanged."""
+    return tensor if entry.stored[0].dtype == entry.source.dtype else cast_weight(tensor)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in memory order, without a copy where it is contiguous."""
+    import torch
+
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def check_finite(source: Checkpoint, name: str, tensor: Tensor, start: int) -> None:
+    """Raise `BadCheckpoint` with the first index of a NaN or Inf; rows begin at ``start``."""
+    import torch
+
+    if bool(torch.isfinite(tensor).all()):
+        return
+    first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+    value = tensor[tuple(first)].item()
+    if first:
+        first[0] += start
+    raise BadCheckpoint(
+        f"{source.files.origin}/{source.shard_of[name]}: {name}{first} is {value}, expected finite "
+        "values",
+        "the source is damaged or its training diverged: get a good copy",
+    )
+
+
+def _open_shards(
+    folder: Path, shards: Sequence[Shard], stack: ExitStack
+) -> dict[str, tuple[int, int]]:
+    """File descriptor and offset of every output tensor."""
+    places: dict[str, tuple[int, int]] = {}
+    for shard in shards:
+        descriptor = os.open(folder / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
+        stack.callback(os.close, descriptor)
+        os.ftruncate(descriptor, shard.size)
+        _write_all(descriptor, memoryview(shard.header), 0)
+        places |= {name: (descriptor, offset) for name, offset in shard.offsets.items()}
+    return places
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data = data[written:]
+        offset += written
+
+
+def _sync(places: dict[str, tuple[int, int]], journal: Journal, names: list[str]) -> None:
+    """Bytes first, then the journal: what it lists is on disk, whatever stops the machine."""
+    for descriptor in {descriptor for descriptor, _ in places.values()}:
+        os.fdatasync(descriptor)
+    for name in names:
+        journal.add(name)
+    names.clear()
+
+
+def _check_disk(folder: Path, shards: Sequence[Shard]) -> None:
+    present = sum(path.stat().st_blocks * 512 for path in folder.glob("*.safetensors"))
+    need = sum(shard.size for shard in shards) - present
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise BadOutput(
+            f"{folder} needs {need} bytes more and its disk has {free} free",
+            "free some space, or choose an -o on another disk",
+        )
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise BadOutput(
+            f"the disk is full: {error.strerror} while writing {folder}",
+            "free some space and repeat the command: it continues where it stopped",
+        ) from error

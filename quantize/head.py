@@ -1,0 +1,94 @@
+"""The LM head: which tensor it is, and whether the tie flags tell the truth about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from models.base import Family
+from quantize.checkpoint import Checkpoint
+from quantize.errors import BadPlan
+
+CHUNK_BYTES = 8 << 20
+"""Source bytes handled at a time: bounds memory whatever the tensor's size."""
+
+TIE_FLAG = "tie_word_embeddings"
+
+
+def row_chunks(shape: tuple[int, ...], row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Row ranges of about `CHUNK_BYTES` each that cover a tensor's first dimension."""
+    rows = shape[0] if shape else 1
+    step = max(1, CHUNK_BYTES // max(1, row_bytes))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def same_bytes(left: Checkpoint, left_name: str, right: Checkpoint, right_name: str) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes; streams both."""
+    a, b = left.specs[left_name], right.specs[right_name]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    row_bytes = a.nbytes // max(1, a.shape[0] if a.shape else 1)
+    return all(
+        left.read(left_name, start, stop) == right.read(right_name, start, stop)
+        for start, stop in row_chunks(a.shape, row_bytes)
+    )
+
+
+def head_tensor(family: Family, checkpoint: Checkpoint) -> str:
+    """The tensor that serves as head: its own, or the embedding of a tied model."""
+    return family.head if family.head in checkpoint.specs else family.embedding
+
+
+def tie_flags(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Every ``tie_word_embeddings`` of a config, by its dotted path, nested levels included."""
+    flags = {}
+    for key, value in config.items():
+        if key == TIE_FLAG:
+            flags[key] = bool(value)
+        elif isinstance(value, dict):
+            flags |= {f"{key}.{path}": flag for path, flag in tie_flags(value).items()}
+    return flags
+
+
+def check_tie(family: Family, checkpoint: Checkpoint, *, compare: bool) -> None:
+    """The tie flags agree with the stored head. Raises `BadPlan` naming flag and tensor.
+
+    ``compare`` reads the weights; without it only shapes are compared.
+    """
+    flags = tie_flags(checkpoint.config)
+    tied = [path for path, flag in flags.items() if flag]
+    head, embedding = family.head, family.embedding
+    if head in checkpoint.specs:
+        if tied and embedding in checkpoint.specs:
+            _check_equal(tied[0], family, checkpoint, compare=compare)
+        elif tied and not family.draft:
+            raise BadPlan(
+                f"config.json: {tied[0]} is true and there is no {embedding}",
+                "the checkpoint is incomplete: download it again",
+            )
+        return
+    if family.draft:
+        return
+    if embedding not in checkpoint.specs or not tied or not all(flags.values()):
+        said = ", ".join(f"{path}: {str(flag).lower()}" for path, flag in flags.items())
+        raise BadPlan(
+            f"there is no {head}, and config.json does not say plainly that it is tied to "
+            f"{embedding} ({said or f'no {TIE_FLAG} flag'})",
+            f'if the model is tied, set "{TIE_FLAG}": true at every level; otherwise a shard is '
+            "missing",
+        )
+
+
+def _check_equal(flag: str, family: Family, checkpoint: Checkpoint, *, compare: bool) -> None:
+    head, embedding = (checkpoint.specs[name] for name in (family.head, family.embedding))
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if same and compare:
+        same = same_bytes(checkpoint, head.name, checkpoint, embedding.name)
+    if not same:
+        raise BadPlan(
+            f"config.json: {flag} is true, but a {head.name} that differs from {embedding.name} "
+            "is stored: some engines would drop the real head",
+            f'set "{flag.rpartition(".")[2]}": false in config.json ({flag}) if the stored head '
+            "is the real one",
+        )

@@ -1,0 +1,263 @@
+"""`run` and `pair`: from sources to complete, verified folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from models.base import Family
+from quantize.card import render_card
+from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from quantize.engine import Advance, write_tensors
+from quantize.errors import BadCheckpoint, BadOutput, BadPlan
+from quantize.head import check_tie
+from quantize.layout import INDEX_NAME, Shard, index_json, lay_out
+from quantize.metadata import edit_config
+from quantize.pair import check_pair, redundant_tensors, require_pair, target_layers
+from quantize.plan import Options, Plan, make_plan
+from quantize.provenance import provenance
+from quantize.report import Check, Report
+from quantize.roles import find_family
+from quantize.serve_script import serve_script
+from quantize.verify import verify_checkpoint
+from quantize.workdir import check_out, finish, open_journal, open_partial, write_json, write_text
+
+REPORT = "quantization_report.json"
+PAIR_REPORT = "report.json"
+HALVES = ("target", "draft")
+
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
+"""Shows one stage of known size (bytes) as it advances."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to work; nothing here changes a tensor, and only the shard size changes files."""
+
+    command: tuple[str, ...]
+    stage: Stage
+    max_shard_size: int
+    device: str = "cpu"
+    verify: bool = True
+    restart: bool = False
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """What the user asked about the pair's shared tensors."""
+
+    dedupe_head: bool = True
+    require_shared_head: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint to write. ``target`` is the draft's; ``checks`` are those of the pair."""
+
+    source: Checkpoint
+    plan: Plan
+    options: Options
+    target: Checkpoint | None = None
+    checks: tuple[Check, ...] = ()
+
+
+def prepare_target(source: Checkpoint, options: Options, *, compare: bool = True) -> Job:
+    """Check and plan a target. ``compare`` reads weights where a check needs them."""
+    family = _family(source, draft=False)
+    check_tie(family, source, compare=compare)
+    return Job(source, make_plan(source.specs, source.config, options), options)
+
+
+def prepare_draft(
+    source: Checkpoint,
+    target: Checkpoint,
+    options: Options,
+    wishes: PairOptions,
+    *,
+    compare: bool = True,
+) -> Job:
+    """Check a draft against its target and plan it; a plan alone does not ``compare`` weights."""
+    _family(source, draft=True)
+    checks = check_pair(target, source, compare=compare, require_shared=wishes.require_shared_head)
+    require_pair(checks)
+    plan = make_plan(
+        source.specs,
+        source.config,
+        options,
+        target_layers=target_layers(target),
+        dropped=redundant_tensors(target, source, dedupe=compare and wishes.dedupe_head),
+    )
+    return Job(source, plan, options, target, checks)
+
+
+def is_draft(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE-3 draft."""
+    return find_family(checkpoint.specs, checkpoint.config).draft
+
+
+def run_one(job: Job, out: Path, settings: Settings) -> Report:
+    """Write one checkpoint to ``out``. Raises `BadOutput` when a check fails; OUT never appears."""
+    shards = _lay_out(job.plan, settings)
+    check_out(out, _folders(job))
+    with open_partial(out, _identity(job, settings), restart=settings.restart) as partial:
+        report = _complete(job, shards, partial, "checkpoint", settings)
+        _refuse_failed(report, partial)
+        finish(partial, out)
+    return report
+
+
+def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> tuple[Report, Report]:
+    """Write ``out/target``, ``out/draft``, ``out/report.json`` and ``out/serve.sh``."""
+    jobs = dict(zip(HALVES, (target, draft), strict=True))
+    layouts = {name: _lay_out(job.plan, settings) for name, job in jobs.items()}
+    check_out(out, [*_folders(target), *_folders(draft)])
+    identity = {name: _identity(job, settings) for name, job in jobs.items()}
+    with open_partial(out, identity, restart=settings.restart) as partial:
+        reports = {}
+        for name, job in jobs.items():
+            (partial / name).mkdir(exist_ok=True)
+            reports[name] = _complete(job, layouts[name], partial / name, name, settings)
+        checks = _check_written(partial, settings)
+        write_json(partial / PAIR_REPORT, _pair_report(checks, settings))
+        _link(partial)
+        write_text(partial / "serve.sh", serve_script())
+        (partial / "serve.sh").chmod(0o755)
+        for report in (*reports.values(), Report(checks)):
+            _refuse_failed(report, partial)
+        finish(partial, out)
+    return reports["target"], replace(reports["draft"], checks=(*reports["draft"].checks, *checks))
+
+
+def _check_written(partial: Path, settings: Settings) -> tuple[Check, ...]:
+    if not settings.verify:
+        return (Check("pair", "not_measured", "--no-verify", "target and draft fit"),)
+    halves = (open_checkpoint(str(partial / name)) for name in HALVES)
+    return check_pair(*halves)
+
+
+def _pair_report(checks: tuple[Check, ...], settings: Settings) -> dict[str, Any]:
+    return {
+        "provenance": provenance(settings.command),
+        "checks": Report(checks).to_json()["checks"],
+        "served": "not measured",
+    }
+
+
+def _link(partial: Path) -> None:
+    """Each half's report names the pair's report and its hash."""
+    digest = sha256((partial / PAIR_REPORT).read_bytes()).hexdigest()
+    for name in HALVES:
+        path = partial / name / REPORT
+        data = json.loads(path.read_text(encoding="utf-8"))
+        write_json(path, data | {"pair": {"report": f"../{PAIR_REPORT}", "sha256": digest}})
+
+
+def _complete(
+    job: Job, shards: tuple[Shard, ...], folder: Path, name: str, settings: Settings
+) -> Report:
+    """Write all files of one checkpoint and prove them."""
+    journal_folder = folder if name == "checkpoint" else folder.parent
+    before = fingerprint(job.source)
+    size = sum(entry.source.nbytes for entry in job.plan.entries)
+    with (
+        open_journal(journal_folder, name) as journal,
+        settings.stage(f"quantize {name}", size) as advance,
+    ):
+        write_tensors(job.source, job.plan, shards, folder, journal, settings.device, advance)
+    _write_metadata(job, shards, folder)
+    report = _prove(job, folder, name, size, settings)
+    report = replace(report, checks=(*report.checks, *job.checks))
+    _check_unchanged(job.source, before)
+    data = _report(job, report, settings)
+    write_json(folder / REPORT, data)
+    write_text(folder / "README.md", render_card(data))
+    return report
+
+
+def _write_metadata(job: Job, shards: tuple[Shard, ...], folder: Path) -> None:
+    source = job.source
+    write_json(folder / "config.json", edit_config(source.config, job.plan.quantization_config))
+    if len(shards) > 1:
+        write_json(folder / INDEX_NAME, index_json(shards, job.plan.stored.values()))
+    for name in source.side_files:
+        with source.files.open(name) as file:
+            (folder / name).write_bytes(file.readall() or b"")
+
+
+def _prove(job: Job, folder: Path, name: str, size: int, settings: Settings) -> Report:
+    if not settings.verify:
+        return Report((Check("verify", "not_measured", "--no-verify", "every check passes"),))
+    with settings.stage(f"verify {name}", size) as advance:
+        return verify_checkpoint(open_checkpoint(str(folder)), job.plan, job.source, advance)
+
+
+def _check_unchanged(source: Checkpoint, before: Mapping[str, Any]) -> None:
+    after = fingerprint(source)
+    changed = sorted(name for name in before if before[name] != after.get(name))
+    if changed:
+        raise BadCheckpoint(
+            f"{source.files.origin}: {', '.join(changed)} changed while it was read",
+            "let the source rest and repeat the command with --restart",
+        )
+
+
+def _report(job: Job, report: Report, settings: Settings) -> dict[str, Any]:
+    return {
+        "provenance": provenance(settings.command),
+        "source": {"origin": job.source.files.origin, "files": fingerprint(job.source)},
+        "target": job.target.files.origin if job.target else None,
+        "options": asdict(job.options),
+        "plan": job.plan.to_json(),
+        **report.to_json(),
+    }
+
+
+def _refuse_failed(report: Report, partial: Path) -> None:
+    if report.failed:
+        worst = report.failed[0]
+        raise BadOutput(
+            f"{len(report.failed)} checks failed, first {worst.name}: {worst.measured}, expected "
+            f"{worst.required} ({worst.detail})",
+            f"{partial} is left for inspection; --restart writes it anew",
+        )
+
+
+def _lay_out(plan: Plan, settings: Settings) -> tuple[Shard, ...]:
+    return lay_out(
+        (entry.stored for entry in plan.entries if entry.stored), settings.max_shard_size
+    )
+
+
+def _identity(job: Job, settings: Settings) -> dict[str, Any]:
+    """What makes two runs the same: sources, and every option that changes a byte."""
+    return {
+        "source": {"origin": job.source.files.origin, "files": fingerprint(job.source)},
+        "target": fingerprint(job.target) if job.target else None,
+        "options": asdict(job.options),
+        "dropped tensors": [e.source.name for e in job.plan.entries if not e.stored],
+        "max shard size": settings.max_shard_size,
+    }
+
+
+def _folders(job: Job) -> list[Path]:
+    return [found.path for found in (job.source, job.target) if found and found.path]
+
+
+def _family(source: Checkpoint, *, draft: bool) -> Family:
+    family = find_family(source.specs, source.config)
+    if family.draft == draft:
+        return family
+    if draft:
+        raise BadPlan(
+            f"{source.files.origin} is not a draft (architecture {source.config['architectures']})",
+            "give the target first and the draft second",
+        )
+    raise BadPlan(
+        f"{source.files.origin} is an EAGLE-3 draft, expected a target model",
+        "quantize a draft with --target TARGET, or both: quantize pair TARGET DRAFT -o OUT",
+    )

@@ -1,0 +1,189 @@
+"""The options that verbs share, with the spellings that people paste from model cards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Function], Function]
+
+MANY_VALUES = ("--exclude-layers", "--draft-exclude-layers")
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def spellings(*names: str) -> tuple[str, ...]:
+    """Each option name with dashes and, where that differs, with underscores."""
+    return tuple(
+        spelling
+        for name in names
+        for spelling in dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+    )
+
+
+class Verb(click.Command):
+    """A command whose glob options take several values up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give every value of a glob option its own copy of the option's name."""
+        known = spellings(*MANY_VALUES)
+        spread: list[str] = []
+        option = ""
+        for arg in args:
+            if arg.startswith("-"):
+                option = arg if arg in known else ""
+                spread += [] if option else [arg]
+            else:
+                spread += [option, arg] if option else [arg]
+        try:
+            return super().parse_args(ctx, spread)
+        except click.MissingParameter as error:
+            if isinstance(error.param, click.Argument) and any(arg in known for arg in args):
+                raise click.UsageError(
+                    f"{error.param.make_metavar(ctx)} goes before --exclude-layers, which takes "
+                    "every value up to the next option",
+                    ctx,
+                ) from error
+            raise
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes such as ``5GB``; 1 GB = 10⁹ bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """The number of bytes; a usage error when it cannot be read."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value)
+        if not match or match[2].upper() not in UNITS:
+            self.fail(f"{value!r} is not a size such as 5GB or 500MB", param, ctx)
+        return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def read_recipe(ctx: click.Context, _: click.Parameter, value: Path | None) -> None:
+    """Let a YAML file set any option of the verb; unknown keys are a usage error."""
+    if value is None:
+        return
+    import yaml
+
+    recipe = yaml.safe_load(value.read_text(encoding="utf-8"))
+    if not isinstance(recipe, dict):
+        raise click.UsageError(f"{value}: expected a mapping of option names to values")
+    names = {
+        spelling.lstrip("-").replace("-", "_"): param.name
+        for param in ctx.command.params
+        if param.name != "recipe"
+        for spelling in (*param.opts, *param.secondary_opts)
+    }
+    known = {str(key): names.get(str(key).replace("-", "_")) for key in recipe}
+    unknown = [key for key, name in known.items() if name is None]
+    if unknown:
+        raise click.UsageError(
+            f"{value}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(names))}"
+        )
+    ctx.default_map = {str(known[str(key)]): item for key, item in recipe.items()}
+
+
+def apply(*decorators: Decorator[Any]) -> Decorator[Any]:
+    """Several options as one decorator, in reading order."""
+
+    def wrap(function: Any) -> Any:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return wrap
+
+
+def model_options(role: str, scheme: str | None) -> Decorator[Any]:
+    """The options that decide one checkpoint's plan; a draft's begin with ``--draft-``."""
+    dash = "--draft-" if role == "draft" else "--"
+    key = "draft_" if role == "draft" else ""
+    names = [f"{dash}scheme", f"{dash}quant-scheme"]
+    return apply(
+        click.option(
+            *spellings(*names),
+            f"{key}scheme",
+            metavar="SCHEME",
+            default=scheme,
+            show_default=True,
+            required=scheme is None,
+            help=f"mxfp4, fp8_rowwise or bf16, for the {role}.",
+        ),
+        click.option(
+            *spellings(f"{dash}exclude-layers"),
+            f"{key}exclude",
+            metavar="GLOB...",
+            multiple=True,
+            help=f"Modules of the {role} that stay BF16.",
+        ),
+        click.option(
+            *spellings(f"{dash}layer-scheme", f"{dash}layer-quant-scheme"),
+            f"{key}layer_schemes",
+            nargs=2,
+            multiple=True,
+            metavar="GLOB SCHEME",
+            help=f"Another scheme for some modules of the {role}.",
+        ),
+    )
+
+
+CONSENT = apply(
+    click.option("--allow-unmatched", is_flag=True, help="Accept globs that match nothing."),
+    click.option("--cast-weights", is_flag=True, help="Round F16/F32 weights to BF16 first."),
+    click.option("--cast-head", is_flag=True, help="Store an F16/F32 head rounded to BF16."),
+    click.option("--ignore-index", is_flag=True, help="Read shards without their index."),
+    click.option("--revision", help="Hub revision of MODEL or TARGET."),
+)
+PAIR = apply(
+    click.option(
+        "--dedupe-head/--no-dedupe-head",
+        default=True,
+        show_default=True,
+        help="Drop the draft's copies of the target's head and embedding.",
+    ),
+    click.option("--require-shared-head", is_flag=True, help="Fail when the heads differ."),
+)
+OUTPUT = click.option(
+    *spellings("--output-dir"),
+    "-o",
+    "out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="New folder.",
+)
+WORK = apply(
+    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda[:N]."),
+    click.option("--workers", type=click.IntRange(min=1), help="Threads. [default: all cores]"),
+    click.option("--max-shard-size", type=Size(), default="5GB", show_default=True),
+    click.option("--no-verify", is_flag=True, help="Skip the proof; recorded as not_measured."),
+    click.option("--restart", is_flag=True, help="Begin an interrupted run anew."),
+    click.option("--file2file_quantization", is_flag=True, hidden=True, expose_value=False),
+    click.option(*spellings("--trust-remote-code"), is_flag=True, hidden=True, expose_value=False),
+)
+DISPLAY = apply(
+    click.option(
+        "--recipe",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=read_recipe,
+        help="YAML file that sets options.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    click.option("--quiet", is_flag=True, help="No progress and no tables."),
+)
+
+
+def model_argument(name: str, option: str) -> Decorator[Any]:
+    """A positional checkpoint that may also be given as an option, as in Quark's scripts."""
+    return apply(
+        click.argument(name, required=False),
+        click.option(*spellings(option), f"{name}_option", metavar="MODEL", hidden=True),
+    )

@@ -1,0 +1,140 @@
+"""Reads every stored tensor once beside its source and notes what differs or is out of range."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quantize.activations import seeded_activations
+from quantize.checkpoint import Checkpoint
+from quantize.engine import FLOATS, cast_head, cast_weight, check_finite, tensor_bytes
+from quantize.errors import BadCheckpoint
+from quantize.head import row_chunks
+from quantize.plan import Entry
+from quantize.report import TensorProof
+from schemes import find_scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ACTIVATION_ROWS = 32
+"""Tokens of the matmul check."""
+
+
+@dataclass
+class Findings:
+    """What one pass over the tensors found; the lists hold problems in words."""
+
+    changed: list[str] = field(default_factory=list)
+    """Preserved tensors whose bytes differ from the source's."""
+    quantized: list[str] = field(default_factory=list)
+    scales: list[str] = field(default_factory=list)
+    finite: list[str] = field(default_factory=list)
+    proofs: list[TensorProof] = field(default_factory=list)
+    preserved_bytes: int = 0
+    quantized_bytes: int = 0
+
+
+def prove_entry(out: Checkpoint, entry: Entry, source: Checkpoint | None, found: Findings) -> None:
+    """Check one stored entry against the scheme and, where there is one, the source."""
+    if entry.scheme is not None:
+        _prove_quantized(out, entry, source, found)
+        return
+    spec = entry.stored[0]
+    for start, stop in row_chunks(spec.shape, _row_bytes(spec.nbytes, spec.shape)):
+        stored = out.read(spec.name, start, stop)
+        if spec.dtype in FLOATS:
+            _note_finite(out, spec.name, start, stop, found)
+        if source is not None and stored != _source_bytes(source, entry, start, stop):
+            found.changed.append(spec.name)
+            break
+    found.preserved_bytes += spec.nbytes
+
+
+def _row_bytes(nbytes: int, shape: tuple[int, ...]) -> int:
+    return nbytes // max(1, shape[0] if shape else 1)
+
+
+def _source_bytes(source: Checkpoint, entry: Entry, start: int, stop: int) -> bytes | bytearray:
+    if entry.stored[0].dtype == entry.source.dtype:
+        return source.read(entry.source.name, start, stop)
+    return bytes(tensor_bytes(cast_head(entry, source.tensor(entry.source.name, start, stop))))
+
+
+def _note_finite(out: Checkpoint, name: str, start: int, stop: int, found: Findings) -> None:
+    try:
+        check_finite(out, name, out.tensor(name, start, stop), start)
+    except BadCheckpoint as error:
+        found.finite.append(error.message)
+
+
+@dataclass
+class Sums:
+    """Energies of one weight and of its layer's outputs, summed over row ranges."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    out_signal: float = 0.0
+    out_noise: float = 0.0
+    worst_row: float = math.inf
+
+
+def _prove_quantized(
+    out: Checkpoint, entry: Entry, source: Checkpoint | None, found: Findings
+) -> None:
+    scheme = find_scheme(entry.scheme or "")
+    rows, columns = entry.source.shape
+    x = seeded_activations(entry.source.module, ACTIVATION_ROWS, columns)
+    sums = Sums()
+    for start, stop in row_chunks(entry.source.shape, entry.source.nbytes // rows):
+        stored = tuple(out.tensor(spec.name, start, stop) for spec in entry.stored)
+        problem = scheme.check_scale(stored[-1])
+        if problem:
+            found.scales.append(f"{entry.stored[-1].name} rows {start} to {stop}: {problem}")
+        if source is None:
+            continue
+        weight = cast_weight(source.tensor(entry.source.name, start, stop))
+        defined = scheme.define(weight)
+        for spec, ours, theirs in zip(entry.stored, stored, defined, strict=True):
+            if tensor_bytes(ours) != tensor_bytes(theirs):
+                found.quantized.append(f"{spec.name} rows {start} to {stop}: other bytes")
+        _add_energies(sums, weight, scheme.dequantize(*stored), x, scheme.matmul(x, *stored))
+    found.quantized_bytes += sum(spec.nbytes for spec in entry.stored)
+    if source is not None:
+        found.proofs.append(_proof(entry, sums))
+
+
+def _add_energies(sums: Sums, weight: Tensor, stored: Tensor, x: Tensor, y: Tensor) -> None:
+    reference = x.double() @ weight.double().T
+    sums.signal += float(weight.double().square().sum())
+    sums.noise += float((weight.double() - stored.double()).square().sum())
+    row_signal = reference.square().sum(0)
+    row_noise = (reference - y.double()).square().sum(0)
+    sums.out_signal += float(row_signal.sum())
+    sums.out_noise += float(row_noise.sum())
+    rows = zip(row_signal.tolist(), row_noise.tolist(), strict=True)
+    sums.worst_row = min(sums.worst_row, *(_decibels(s, n) for s, n in rows))
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """SQNR in dB; an all-zero reference that is met exactly has no noise and passes."""
+    if noise == 0:
+        return math.inf
+    if not math.isfinite(noise) or signal == 0:
+        return -math.inf
+    return 10 * math.log10(signal / noise)
+
+
+def _proof(entry: Entry, sums: Sums) -> TensorProof:
+    error = 0.0 if sums.out_noise == 0 else math.inf
+    if sums.out_signal > 0:
+        error = math.sqrt(sums.out_noise / sums.out_signal)
+    return TensorProof(
+        name=entry.source.name,
+        scheme=entry.scheme or "",
+        sqnr_db=_decibels(sums.signal, sums.noise),
+        matmul_error=error,
+        matmul_db=_decibels(sums.out_signal, sums.out_noise),
+        worst_row_db=sums.worst_row,
+    )

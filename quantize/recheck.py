@@ -1,0 +1,121 @@
+"""`verify`: proves folders written earlier, from their own reports and the sources given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from quantize.checkpoint import Checkpoint, open_checkpoint
+from quantize.errors import BadOutput, ToolError
+from quantize.job import HALVES, PAIR_REPORT, REPORT, Stage
+from quantize.pair import check_pair, redundant_tensors
+from quantize.plan import Options, Plan, make_plan, plan_from_json
+from quantize.report import Check, Report
+from quantize.verify import verify_checkpoint
+
+
+def verify_output(
+    out: Path, source: str | None, draft: Path | None, draft_source: str | None, stage: Stage
+) -> dict[str, Report]:
+    """The reports of an output by name; ``pair`` is among them when both halves are given.
+
+    ``out`` is one checkpoint, or what `pair` wrote. Raises `BadOutput` when a folder has no report.
+    """
+    whole = (out / PAIR_REPORT).is_file()
+    if whole and draft is not None:
+        raise BadOutput(f"{out} holds both halves, and --draft names another", "leave out --draft")
+    target, draft = (out / "target", out / "draft") if whole else (out, draft)
+    if draft is None and draft_source is not None:
+        raise BadOutput("--draft-source was given without a draft", "add --draft OUT")
+    opened = open_checkpoint(str(target))
+    reports = {"target" if draft else "checkpoint": _verify_one(target, opened, source, stage)}
+    if draft is not None:
+        drafted = open_checkpoint(str(draft))
+        reports["draft"] = _verify_one(draft, drafted, draft_source, stage)
+        checks = check_pair(opened, drafted)
+        extra = _check_dropped(draft, opened, draft_source)
+        links = (_check_link(out),) if whole else ()
+        reports["pair"] = Report((*checks, *extra, *links))
+    return reports
+
+
+def _verify_one(folder: Path, out: Checkpoint, source: str | None, stage: Stage) -> Report:
+    recorded = _read_report(folder)
+    plan = plan_from_json(recorded["plan"])
+    opened = open_checkpoint(source) if source else None
+    size = sum(entry.source.nbytes for entry in plan.entries)
+    with stage(f"verify {folder}", size) as advance:
+        report = verify_checkpoint(out, plan, opened, advance)
+    return replace(report, checks=(_check_plan(recorded, plan, opened), *report.checks))
+
+
+def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Checkpoint | None) -> Check:
+    """The recorded plan is the one that the recorded options give for the source."""
+    required = "the recorded options give the recorded plan"
+    if source is None:
+        return Check("plan", "not_measured", "needs --source", required)
+    options = dict(recorded["options"])
+    options["exclude"] = tuple(options["exclude"])
+    options["layer_schemes"] = tuple(map(tuple, options["layer_schemes"]))
+    dropped = {
+        entry.source.name: entry.reason.removeprefix("dropped: ")
+        for entry in plan.entries
+        if not entry.stored
+    }
+    try:
+        again = make_plan(
+            source.specs,
+            source.config,
+            Options(**options),
+            target_layers=plan.target_layers,
+            dropped=dropped,
+        )
+    except ToolError as error:
+        return Check("plan", "fail", error.message, required, "is this the right --source?")
+    if again != plan:
+        return Check("plan", "fail", "another plan", required, "is this the right --source?")
+    return Check("plan", "pass", f"{len(plan.entries)} tensors", required)
+
+
+def _check_dropped(draft: Path, target: Checkpoint, draft_source: str | None) -> tuple[Check, ...]:
+    """What was dropped from the draft is what the target has, byte for byte."""
+    plan = plan_from_json(_read_report(draft)["plan"])
+    names = {entry.source.name for entry in plan.entries if not entry.stored}
+    required = "each is the target's own, byte for byte, or an identity d2t"
+    if not names:
+        return ()
+    if draft_source is None:
+        return (Check("dropped tensors", "not_measured", "needs --draft-source", required),)
+    source = open_checkpoint(draft_source)
+    wrong = names - redundant_tensors(target, source, dedupe=True).keys()
+    said = ", ".join(sorted(wrong or names))
+    return (Check("dropped tensors", "fail" if wrong else "pass", said, required),)
+
+
+def _check_link(out: Path) -> Check:
+    """Each half names the pair's report by its hash."""
+    digest = sha256((out / PAIR_REPORT).read_bytes()).hexdigest()
+    required = "each half names the pair's report by its hash"
+    wrong = [
+        name for name in HALVES if _read_report(out / name).get("pair", {}).get("sha256") != digest
+    ]
+    if wrong:
+        return Check("link", "fail", f"another hash in {' and '.join(wrong)}", required, REPORT)
+    return Check("link", "pass", digest[:12], required)
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    path = folder / REPORT
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        plan_from_json(data["plan"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadOutput(
+            f"{path}: not a report of this tool ({error})",
+            "verify works on folders written by quantize run or pair",
+        ) from error
+    return dict(data)

@@ -1,0 +1,292 @@
+"""Each verb from parsed options to its stage and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantize.checkpoint import Checkpoint, open_checkpoint
+from quantize.errors import BadOutput, ToolError
+from quantize.job import (
+    HALVES,
+    Job,
+    PairOptions,
+    Settings,
+    is_draft,
+    prepare_draft,
+    prepare_target,
+    run_one,
+    run_pair,
+)
+from quantize.plan import BF16_SCHEME, Options, resolve_scheme
+from quantize.recheck import verify_output
+from quantize.report import Check, Report, check_table, junit_xml, plan_table, tensor_table
+
+if TYPE_CHECKING:
+    from quantize.cli import View
+
+LANGUAGE_QUALITY = Check(
+    "language quality", "not_measured", "no evaluation was run", "not part of this command"
+)
+
+
+def plan_verb(view: View, given: dict[str, Any]) -> None:
+    """``quantize plan``: headers alone; head equality is not_measured and leaves exit code 0."""
+    model = _open(_given(given, "model"), given)
+    wishes = PairOptions()
+    jobs = []
+    if is_draft(model):
+        options = _options(given, "")
+        jobs = [prepare_draft(model, _target(given), options, wishes, compare=False)]
+    else:
+        jobs = [prepare_target(model, _options(given, ""), compare=False)]
+    if given["draft"]:
+        draft = open_checkpoint(given["draft"])
+        jobs.append(prepare_draft(draft, model, _options(given, "draft_"), wishes, compare=False))
+    checks = [check for job in jobs for check in job.checks]
+    view.show(*(plan_table(job.plan) for job in jobs))
+    view.show(*(line for job in jobs for line in _plan_lines(job)))
+    if checks:
+        view.show(check_table("pair", Report(tuple(checks))))
+    first, *rest = (job.plan.to_json() for job in jobs)
+    extra = {"draft_plan": rest[0], "draft_source": given["draft"]} if rest else {}
+    report = Report(tuple(checks)).to_json()["checks"]
+    view.result(ok=True, source=model.files.origin, plan=first, checks=report, **extra)
+
+
+def _plan_lines(job: Job) -> Iterable[str]:
+    sizes = ", ".join(map(str, job.plan.tensor_parallel))
+    yield f"{job.plan.kind}: tensor-parallel sizes that stay valid: {sizes}"
+    yield from (f"note: {note}" for note in job.plan.notes)
+
+
+def run_verb(view: View, given: dict[str, Any]) -> None:
+    """``quantize run``: one checkpoint; a draft is recognised and needs ``--target``."""
+    options = _options(given, "")
+    model = _local(view, _open(_given(given, "model"), given))
+    settings = _settings(view, given)
+    if is_draft(model):
+        job = prepare_draft(model, _local(view, _target(given)), options, _wishes(given))
+    else:
+        _refuse_target(given, model)
+        job = prepare_target(model, options)
+    _load_quark(view, [job])
+    out: Path = given["out"]
+    report = run_one(job, out, settings)
+    view.show(plan_table(job.plan), check_table(str(out), report), tensor_table(report))
+    view.show(f"next: quantize verify {out} --source {model.files.origin}")
+    view.result(
+        ok=True,
+        source=model.files.origin,
+        output=str(out),
+        plan=job.plan.to_json(),
+        **report.to_json(),
+    )
+
+
+def pair_verb(view: View, given: dict[str, Any]) -> None:
+    """``quantize pair``: target and draft into one folder."""
+    target = _local(view, _open(_given(given, "target"), given))
+    draft = _local(
+        view, open_checkpoint(_given(given, "draft"), ignore_index=given["ignore_index"])
+    )
+    jobs = (
+        prepare_target(target, _options(given, "")),
+        prepare_draft(draft, target, _options(given, "draft_"), _wishes(given)),
+    )
+    settings = _settings(view, given)
+    _load_quark(view, jobs)
+    reports = dict(zip(HALVES, run_pair(*jobs, given["out"], settings), strict=True))
+    out: Path = given["out"]
+    _show_pair(view, jobs, reports, out)
+    view.result(
+        ok=True,
+        source=target.files.origin,
+        draft_source=draft.files.origin,
+        output=str(out),
+        plan={name: job.plan.to_json() for name, job in zip(HALVES, jobs, strict=True)},
+        checks={name: report.to_json()["checks"] for name, report in reports.items()},
+        tensors={name: report.to_json()["tensors"] for name, report in reports.items()},
+    )
+
+
+def _show_pair(view: View, jobs: Iterable[Job], reports: Mapping[str, Report], out: Path) -> None:
+    view.show(*(plan_table(job.plan) for job in jobs))
+    view.show(*(check_table(name, report) for name, report in reports.items()))
+    view.show(*(tensor_table(report) for report in reports.values()))
+    sources = " ".join(
+        f"--{option} {job.source.files.origin}"
+        for option, job in zip(("source", "draft-source"), jobs, strict=True)
+    )
+    view.show(f"next: quantize verify {out} {sources}")
+
+
+def verify_verb(view: View, given: dict[str, Any]) -> None:
+    """``quantize verify``: exit 1 when a check failed, or could not be made and was not excused."""
+    allow = given["allow_unmeasured"]
+    reports = verify_output(
+        given["out"], given["source"], given["draft"], given["draft_source"], view.stage
+    )
+    if given["junit"]:
+        given["junit"].write_text(junit_xml(reports, allow_unmeasured=allow), encoding="utf-8")
+    failed = [check for report in reports.values() for check in report.failed]
+    unmeasured = [check for report in reports.values() for check in report.unmeasured]
+    view.show(*(check_table(name, report) for name, report in reports.items()))
+    view.show(*(tensor_table(report) for report in reports.values() if report.tensors))
+    if failed:
+        view.show(f"{len(failed)} checks failed")
+    if unmeasured:
+        view.show(f"{len(unmeasured)} checks not measured; hint: give --source and --draft-source")
+    view.result(
+        ok=not failed and (allow or not unmeasured),
+        source=given["source"],
+        output=str(given["out"]),
+        checks={name: report.to_json()["checks"] for name, report in reports.items()},
+        tensors={name: report.to_json()["tensors"] for name, report in reports.items()},
+    )
+
+
+def demo_verb(view: View, given: dict[str, Any]) -> None:
+    """``quantize demo``: the whole line, or the proof of the output that is already there."""
+    from quantize.demo import build_target, draft_path
+
+    folder: Path = given["out"]
+    with view.stage("build SmolLM2-135M-Instruct in BF16", 0):
+        source = build_target(folder / "smollm2-135m-instruct")
+    out, draft = folder / "pair", draft_path()
+    if out.exists():
+        reports = verify_output(out, str(source), None, str(draft), view.stage)
+    else:
+        reports = _make_demo(view, source, draft, out)
+    view.show(*(check_table(name, report) for name, report in reports.items()))
+    view.show(check_table("not part of the demo", Report((LANGUAGE_QUALITY,))))
+    failed = any(report.failed or report.unmeasured for report in reports.values())
+    view.show(f"next: {out}/serve.sh serves the pair where vLLM has a kernel for mxfp4")
+    view.result(
+        ok=not failed,
+        source=str(source),
+        output=str(out),
+        checks={name: report.to_json()["checks"] for name, report in reports.items()},
+        language_quality="not_measured",
+    )
+
+
+def _make_demo(view: View, source: Path, draft: Path, out: Path) -> dict[str, Report]:
+    target = open_checkpoint(str(source))
+    jobs = (
+        prepare_target(target, Options("mxfp4")),
+        prepare_draft(open_checkpoint(str(draft)), target, Options("fp8_rowwise"), PairOptions()),
+    )
+    _load_quark(view, jobs)
+    view.show(*(plan_table(job.plan) for job in jobs))
+    settings = Settings(view.argv, view.stage, max_shard_size=5 * 10**9, device=_device("auto"))
+    return dict(zip(HALVES, run_pair(*jobs, out, settings), strict=True))
+
+
+def _given(given: dict[str, Any], name: str) -> str:
+    """A positional checkpoint, or the option that stands for it."""
+    value, option = given[name], given[f"{name}_option"]
+    if bool(value) == bool(option):
+        problem = "is missing" if not value else "was given twice"
+        raise click.UsageError(
+            f"{name.upper()} {problem}: a folder or a Hub id, before any --exclude-layers, which "
+            "takes every value up to the next option"
+        )
+    return str(value or option)
+
+
+def _open(model: str, given: Mapping[str, Any]) -> Checkpoint:
+    return open_checkpoint(model, revision=given["revision"], ignore_index=given["ignore_index"])
+
+
+def _target(given: Mapping[str, Any]) -> Checkpoint:
+    if not given["target"]:
+        raise ToolError(
+            "MODEL is an EAGLE-3 draft: its names, vocabulary and head depend on its target",
+            "add --target TARGET, or quantize both: quantize pair TARGET DRAFT -o OUT",
+        )
+    return open_checkpoint(given["target"])
+
+
+def _refuse_target(given: Mapping[str, Any], model: Checkpoint) -> None:
+    if given["target"]:
+        raise ToolError(
+            f"--target was given, but {model.files.origin} is no draft",
+            "leave --target out, or give the draft as MODEL",
+        )
+
+
+def _local(view: View, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with its weights on this machine: downloaded when it is on the Hub."""
+    if checkpoint.path is not None:
+        return checkpoint
+    from quantize.hub import download
+
+    with view.stage(f"download {checkpoint.files.origin}", 0):
+        return open_checkpoint(str(download(checkpoint)))
+
+
+def _options(given: Mapping[str, Any], key: str) -> Options:
+    return Options(
+        scheme=resolve_scheme(given[f"{key}scheme"]),
+        exclude=tuple(given[f"{key}exclude"]),
+        layer_schemes=tuple(
+            (pattern, resolve_scheme(scheme)) for pattern, scheme in given[f"{key}layer_schemes"]
+        ),
+        allow_unmatched=given["allow_unmatched"],
+        cast_weights=given["cast_weights"],
+        cast_head=given["cast_head"],
+    )
+
+
+def _wishes(given: Mapping[str, Any]) -> PairOptions:
+    return PairOptions(given["dedupe_head"], given["require_shared_head"])
+
+
+def _settings(view: View, given: Mapping[str, Any]) -> Settings:
+    if given["workers"]:
+        import torch
+
+        torch.set_num_threads(given["workers"])
+    return Settings(
+        command=view.argv,
+        stage=view.stage,
+        max_shard_size=given["max_shard_size"],
+        device=_device(given["device"]),
+        verify=not given["no_verify"],
+        restart=given["restart"],
+    )
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+        raise BadOutput(f"--device {name}: torch finds no such device", "use --device cpu")
+    return name
+
+
+def _load_quark(view: View, jobs: Iterable[Job]) -> None:
+    """Import Quark and build its kernels before the bars start: both take long and show nothing."""
+    used = {entry.scheme for job in jobs for entry in job.plan.entries} - {None, BF16_SCHEME}
+    if not used:
+        return
+    from schemes.quark_setup import build_lock, import_quark, missing_compiler, needs_build
+
+    text = "load AMD Quark"
+    if needs_build():
+        text = "compile AMD Quark's C++ extension (first use only: one to several minutes)"
+        if compiler := missing_compiler():
+            raise ToolError(
+                f"AMD Quark compiles a C++ extension on first use, and {compiler} is not on PATH",
+                "install a C++ compiler (Debian and Ubuntu: apt-get install g++), or set CXX",
+            )
+    if lock := build_lock():
+        text += f" (waits while {lock} exists: remove it if no other build is running)"
+    with view.stage(text, 0):
+        import_quark()

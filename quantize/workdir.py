@@ -1,0 +1,161 @@
+"""OUT.partial: where work happens until it is complete, so that a folder that exists is complete.
+
+Our state lies in ``OUT.partial/.pairquant``: the run's identity, the journal of finished tensors
+and the lock. It is removed after the rename.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from quantize.errors import BadOutput
+
+STATE = ".pairquant"
+
+
+@dataclass
+class Journal:
+    """The names of finished tensors, appended one line each; survives a kill at any moment."""
+
+    file: TextIO
+    done: frozenset[str]
+
+    def add(self, name: str) -> None:
+        """Record a tensor whose bytes are in its shard."""
+        self.file.write(f"{name}\n")
+        self.file.flush()
+
+
+def check_out(out: Path, sources: list[Path]) -> None:
+    """OUT is new or empty, and neither inside, above nor equal to a source. Raises `BadOutput`."""
+    real = out.resolve()
+    for source in (path.resolve() for path in sources):
+        if real == source or real in source.parents or source in real.parents:
+            raise BadOutput(
+                f"output folder {out} is inside, above or equal to the source {source}",
+                "choose a folder elsewhere with -o",
+            )
+    if out.exists() and not out.is_dir():
+        raise BadOutput(f"output {out} is a file, expected a new folder", "choose another -o")
+    if out.is_dir() and (out / STATE).is_dir():
+        # The run before this one was stopped between its rename and its last clean-up.
+        shutil.rmtree(out / STATE)
+    if out.is_dir() and any(out.iterdir()):
+        raise BadOutput(
+            f"output folder {out} is not empty (it holds {_some(out)})",
+            f"choose another -o, or remove it; to check it: quantize verify {out}",
+        )
+
+
+@contextmanager
+def open_partial(out: Path, identity: Mapping[str, Any], *, restart: bool) -> Iterator[Path]:
+    """``OUT.partial``, new or continued, locked against a second run.
+
+    Raises `BadOutput` when the folder is not ours, belongs to another run, or is in use.
+    """
+    partial = out.resolve().with_name(out.resolve().name + ".partial")
+    _check_ours(partial)
+    state = partial / STATE
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadOutput(
+                f"another run is writing {partial}", "wait for it, or choose another -o"
+            ) from None
+        if restart:
+            _clear(partial)
+        _check_identity(partial, identity)
+        yield partial
+
+
+@contextmanager
+def open_journal(partial: Path, name: str) -> Iterator[Journal]:
+    """The journal of one checkpoint of the run."""
+    path = partial / STATE / f"{name}.journal"
+    text = path.read_text() if path.exists() else ""
+    # A kill can cut the last line; only complete lines count.
+    complete = text[: text.rfind("\n") + 1]
+    with path.open("w") as file:
+        file.write(complete)
+        file.flush()
+        yield Journal(file, frozenset(complete.splitlines()))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it is either absent or whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON as `write_text` does."""
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def finish(partial: Path, out: Path) -> None:
+    """Make the partial folder the output, then remove our state from it."""
+    real = out.resolve()
+    partial.rename(real)
+    descriptor = os.open(real.parent, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    shutil.rmtree(real / STATE)
+
+
+def _check_ours(partial: Path) -> None:
+    if not partial.exists():
+        return
+    if not partial.is_dir() or partial.is_symlink():
+        raise BadOutput(f"{partial} is not a folder of ours", "move it away, or choose another -o")
+    if any(partial.iterdir()) and not (partial / STATE).is_dir():
+        raise BadOutput(
+            f"{partial} was not written by this tool (it holds {_some(partial)})",
+            "move it away, or choose another -o",
+        )
+
+
+def _check_identity(partial: Path, identity: Mapping[str, Any]) -> None:
+    path = partial / STATE / "run.json"
+    if not path.exists():
+        write_json(path, identity)
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    after = json.loads(json.dumps(identity))
+    if before != after:
+        changed = sorted(key for key in before | after if before.get(key) != after.get(key))
+        raise BadOutput(
+            f"{partial} belongs to a run with other {' and '.join(changed)}",
+            "repeat the earlier command to continue it, or add --restart to begin anew",
+        )
+
+
+def _clear(partial: Path) -> None:
+    """Remove what an earlier run of ours wrote there (the lock in use stays)."""
+    for path in partial.iterdir():
+        if path.name == STATE:
+            for state in path.iterdir():
+                if state.name != "lock":
+                    state.unlink()
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _some(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
