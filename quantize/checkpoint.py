@@ -1,0 +1,265 @@
+"""Opens a checkpoint from its headers alone, and reads its tensors by offset (never mapped).
+
+Opening proves that the files are whole and agree with each other: what a later stage could
+silently lose is refused here, by name. Nothing in this module imports torch at its top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantize.errors import BadCheckpoint
+from quantize.files import (
+    Files,
+    LocalFiles,
+    fetch_again,
+    is_side_file,
+    read_at,
+    refuse_pointer,
+)
+from quantize.header import Header, read_header, read_json
+from quantize.shards import INDEX, find_shards, refuse_index
+from schemes.base import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "config.json"
+
+TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+}
+"""torch's name of every safetensors dtype in `schemes.base.ITEM_BYTES`."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's config and tensors; every file was found whole when it was opened.
+
+    ``specs`` are in the order of shards, then of data. ``offsets`` count bytes from the start of
+    the tensor's file; ``headers`` holds the SHA-256 of each shard's length prefix and header.
+    """
+
+    files: Files
+    config: dict[str, Any]
+    specs: Mapping[str, TensorSpec]
+    shard_of: Mapping[str, str]
+    offsets: Mapping[str, int]
+    side_files: tuple[str, ...]
+    headers: Mapping[str, str]
+
+    @property
+    def path(self) -> Path | None:
+        """The folder; None for a checkpoint on the Hub."""
+        return self.files.path if isinstance(self.files, LocalFiles) else None
+
+    @property
+    def source_files(self) -> tuple[str, ...]:
+        """Every file that the checkpoint is made of."""
+        index = (INDEX,) if INDEX in self.files.sizes() else ()
+        return (CONFIG, *index, *self.headers, *self.side_files)
+
+    def read(self, name: str, start_row: int = 0, stop_row: int | None = None) -> bytearray:
+        """The bytes of rows ``start_row`` to ``stop_row`` (exclusive) of the first dimension.
+
+        Raises `BadCheckpoint` when the file has become shorter or cannot be read, `ValueError`
+        for rows that the tensor does not have. A 0-D tensor has one row.
+        """
+        spec = self.specs[name]
+        rows = spec.shape[0] if spec.shape else 1
+        stop = rows if stop_row is None else stop_row
+        if not 0 <= start_row <= stop <= rows:
+            raise ValueError(f"{name}: rows {start_row}:{stop} of {rows}")
+        row_bytes = spec.nbytes // rows if rows else 0
+        offset = self.offsets[name] + start_row * row_bytes
+        return read_at(self.files, self.shard_of[name], offset, (stop - start_row) * row_bytes)
+
+    def tensor(self, name: str, start_row: int = 0, stop_row: int | None = None) -> Tensor:
+        """The rows that `read` returns as a writable tensor ``[stop - start, ...]`` on the CPU."""
+        import torch
+
+        spec = self.specs[name]
+        data = self.read(name, start_row, stop_row)
+        dtype = getattr(torch, TORCH_NAMES[spec.dtype])
+        shape = spec.shape
+        if shape:
+            shape = ((shape[0] if stop_row is None else stop_row) - start_row, *shape[1:])
+        if not data:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def open_checkpoint(
+    model: str, *, revision: str | None = None, ignore_index: bool = False
+) -> Checkpoint:
+    """Open a local folder or a Hub id (``org/name[@revision]``), reading headers only.
+
+    ``ignore_index`` reads the shards as if there were no index. Raises `BadCheckpoint` for
+    whatever is missing, damaged or contradictory, and `ToolError` when the Hub is out of reach.
+    """
+    files = _find(model, revision)
+    sizes = files.sizes()
+    if CONFIG not in sizes:
+        raise BadCheckpoint(
+            f"{files.origin}: found no {CONFIG}, expected a checkpoint folder as transformers "
+            "writes it",
+            fetch_again(files, CONFIG),
+        )
+    config = read_json(files, CONFIG, sizes[CONFIG])
+    shards, index = find_shards(files, sizes, ignore_index)
+    headers = _read_headers(files, sizes, shards)
+    shard_of = _assign(files, headers)
+    if index is not None:
+        _compare(files, sizes, index, shard_of)
+    return Checkpoint(
+        files=files,
+        config=config,
+        specs={spec.name: spec for header in headers.values() for spec in header.specs},
+        shard_of=shard_of,
+        offsets={
+            spec.name: offset
+            for header in headers.values()
+            for spec, offset in zip(header.specs, header.offsets, strict=True)
+        },
+        side_files=_side_files(files, sizes),
+        headers={shard: header.sha256 for shard, header in headers.items()},
+    )
+
+
+def open_local(
+    model: str, *, revision: str | None = None, ignore_index: bool = False
+) -> Checkpoint:
+    """Like `open_checkpoint`, with the files on this machine: a Hub id is downloaded first.
+
+    A checkpoint that would be refused is refused before any weight is downloaded.
+    """
+    checkpoint = open_checkpoint(model, revision=revision, ignore_index=ignore_index)
+    if checkpoint.path is not None:
+        return checkpoint
+    from quantize.hub import download
+
+    return open_checkpoint(str(download(checkpoint)), ignore_index=ignore_index)
+
+
+def fingerprint(checkpoint: Checkpoint) -> dict[str, dict[str, int | str]]:
+    """Size, mtime (ns) and header hash of every source file, as JSON values.
+
+    Equal fingerprints mean the same source to a resumed run. Only for a local checkpoint.
+    """
+    if checkpoint.path is None:
+        raise ValueError(f"{checkpoint.files.origin} is not on this machine")
+    marks: dict[str, dict[str, int | str]] = {}
+    for name in checkpoint.source_files:
+        stat = (checkpoint.path / name).stat()
+        marks[name] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        if name in checkpoint.headers:
+            marks[name]["header_sha256"] = checkpoint.headers[name]
+    return marks
+
+
+def _find(model: str, revision: str | None) -> Files:
+    path = Path(model)
+    if path.is_dir():
+        if revision is not None:
+            raise BadCheckpoint(
+                f"{model}: found a local folder, which has no revision {revision!r}",
+                "leave --revision out",
+            )
+        return LocalFiles(path)
+    if path.exists():
+        raise BadCheckpoint(
+            f"{model}: found a file, expected a checkpoint folder or a Hub id",
+            f"pass its folder: {path.parent}",
+        )
+    from quantize.hub import find_on_hub, is_hub_id
+
+    if not is_hub_id(model):
+        raise BadCheckpoint(
+            f"{model}: the folder does not exist, and it is not a Hub id (ORG/NAME[@REVISION])",
+            f"ls -d {path.parent}/*/",
+        )
+    return find_on_hub(model, revision)
+
+
+def _read_headers(
+    files: Files, sizes: Mapping[str, int], shards: tuple[str, ...]
+) -> dict[str, Header]:
+    # Threads, because each header of a remote file costs a round trip.
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        read = partial(read_header, files)
+        return dict(zip(shards, pool.map(read, shards, [sizes[s] for s in shards]), strict=True))
+
+
+def _assign(files: Files, headers: Mapping[str, Header]) -> dict[str, str]:
+    """The shard of every tensor; a tensor in two shards, or none at all, is refused."""
+    shard_of: dict[str, str] = {}
+    for shard, header in headers.items():
+        for spec in header.specs:
+            first = shard_of.setdefault(spec.name, shard)
+            if first != shard:
+                raise BadCheckpoint(
+                    f"{files.origin}: tensor {spec.name!r} is in two shards, {first} and {shard}; "
+                    "expected one",
+                    "move the shard that does not belong to this model out of the folder",
+                )
+    if not shard_of:
+        raise BadCheckpoint(
+            f"{files.origin}: found no tensor in {', '.join(headers)}, expected weights",
+            fetch_again(files, next(iter(headers))),
+        )
+    return shard_of
+
+
+def _compare(
+    files: Files, sizes: Mapping[str, int], index: Mapping[str, str], shard_of: Mapping[str, str]
+) -> None:
+    """Refuse an index that names other tensors, or other places, than the shards hold."""
+    for name, shard in index.items():
+        if name not in shard_of:
+            refuse_index(files, sizes, f"names tensor {name!r}, which {shard} lacks")
+        if shard_of[name] != shard:
+            found = f"{shard_of[name]} holds it"
+            refuse_index(files, sizes, f"puts tensor {name!r} in {shard}, but {found}")
+    for name, shard in shard_of.items():
+        if name not in index:
+            refuse_index(files, sizes, f"omits tensor {name!r}, which {shard} holds")
+
+
+def _side_files(files: Files, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    remote_code = _has_remote_code(files, sizes)
+    names = tuple(name for name in sizes if is_side_file(name, remote_code))
+    for name in names:
+        # A pointer file is shorter than 1024 bytes (git-lfs docs/spec.md).
+        if sizes[name] < 1024:
+            refuse_pointer(files, name, read_at(files, name, 0, sizes[name]))
+        else:
+            files.open(name).close()
+    return names
+
+
+def _has_remote_code(files: Files, sizes: Mapping[str, int]) -> bool:
+    """Whether one of the configs names classes in the folder's own ``.py`` files."""
+    configs = [name for name in sizes if name.endswith("config.json")]
+    return any(name.endswith(".py") for name in sizes) and any(
+        "auto_map" in read_json(files, name, sizes[name]) for name in configs
+    )

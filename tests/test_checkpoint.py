@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken import (
+    FIRST,
+    INDEX,
+    SECOND,
+    SINGLE_FILE,
+    TWO_SHARDS,
+    Edit,
+    chop,
+    entry,
+    pair,
+    raw,
+    single,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import deserialize, safe_open
+from safetensors.torch import save, save_file
+from tiny import write, write_llama
+
+from quantize.checkpoint import TORCH_NAMES, fingerprint, open_checkpoint, open_local
+from quantize.errors import BadCheckpoint
+from quantize.files import is_side_file
+from schemes.base import ITEM_BYTES
+
+# ---- what opens -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_reads_what_safetensors_reads(tmp_path: Path, shards: int) -> None:
+    path = write_llama(tmp_path / "m", shards=shards, num_hidden_layers=2)
+    checkpoint = open_checkpoint(str(path))
+    assert list(checkpoint.headers) == sorted(p.name for p in path.glob("*.safetensors"))
+    seen = 0
+    for shard in checkpoint.headers:
+        with safe_open(path / shard, "pt") as reference:
+            for name in reference.keys():  # noqa: SIM118 - not a mapping
+                expected, part = reference.get_tensor(name), reference.get_slice(name)
+                spec = checkpoint.specs[name]
+                assert (spec.dtype, list(spec.shape)) == (part.get_dtype(), part.get_shape())
+                assert checkpoint.shard_of[name] == shard
+                assert checkpoint.tensor(name).dtype == expected.dtype
+                assert torch.equal(checkpoint.tensor(name), expected)
+                assert torch.equal(checkpoint.tensor(name, 3, 17), part[3:17])
+                raw_bytes = expected[5:].contiguous().view(torch.uint8).numpy().tobytes()
+                assert checkpoint.read(name, 5) == raw_bytes
+                seen += 1
+    assert seen == len(checkpoint.specs)
+
+
+def test_every_dtype_and_odd_shapes(tmp_path: Path) -> None:
+    tensors = {
+        dtype: torch.arange(24).reshape(2, 3, 4).to(torch.float32).to(getattr(torch, name))
+        for dtype, name in TORCH_NAMES.items()
+    }
+    tensors["scalar"] = torch.tensor(7, dtype=torch.int64)
+    tensors["empty"] = torch.empty(0, 4)
+    tensors["no columns"] = torch.empty(4, 0, dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(str(write(tmp_path / "m", {}, tensors)))
+    assert TORCH_NAMES.keys() == ITEM_BYTES.keys()
+    for name, expected in tensors.items():
+        tensor = checkpoint.tensor(name)
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+        if expected.numel():
+            as_bytes = tensor.flatten().view(torch.uint8)
+            assert torch.equal(as_bytes, expected.flatten().view(torch.uint8)), name
+    assert checkpoint.tensor("no columns", 1, 3).shape == (2, 0)
+    assert checkpoint.tensor("BF16", 2, 2).shape == (0, 3, 4)
+    checkpoint.tensor("F32").zero_()
+    with pytest.raises(ValueError, match="rows 1:3 of 2"):
+        checkpoint.read("F32", 1, 3)
+
+
+def test_order_is_of_shards_then_of_data(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.mkdir()
+    (path / "config.json").write_text('{"z": 1, "a": {"y": 2, "b": 3}}')
+    raw(
+        path / FIRST,
+        {"p": entry(2, 5, [3]), "q": entry(0, 2, [2]), "e": entry(5, 5, [0])},
+        b"QQPPP",
+    )
+    raw(path / SECOND, {"a": entry(0, 1, [1])}, b"A")
+    checkpoint = open_checkpoint(str(path))
+    assert list(checkpoint.specs) == ["q", "p", "e", "a"]
+    assert checkpoint.read("p") == b"PPP"
+    assert json.dumps(checkpoint.config) == '{"z": 1, "a": {"y": 2, "b": 3}}'
+    assert checkpoint.path == path
+
+
+TRAVEL = """
+    LICENSE.txt NOTICE added_tokens.json chat_template.jinja generation_config.json merges.txt
+    preprocessor_config.json special_tokens_map.json spiece.model tokenizer.json tokenizer.model
+    tokenizer_config.json video_preprocessor_config.json vocab.json
+"""
+STAY = """
+    README.md .gitattributes hf_quant_config.json quantize_config.json quant_config.json
+    optimizer.pt trainer_state.json training_args.bin tokenizer.bin vocab.pth model.gguf
+    pytorch_model.bin train.py params.json
+"""
+
+
+def test_side_files_are_those_that_travel(tmp_path: Path) -> None:
+    path = single(tmp_path / "m")
+    travel, stay = TRAVEL.split(), STAY.split()
+    for name in (*travel, *stay):
+        (path / name).write_text("{}")
+    (path / "original").mkdir()
+    (path / ".cache").mkdir()
+    (path / "original" / "tokenizer.model").write_text("x")
+    assert open_checkpoint(str(path)).side_files == tuple(sorted(travel))
+    (path / "config.json").write_text('{"auto_map": {"AutoModel": "modeling_x.X"}}')
+    assert "train.py" in open_checkpoint(str(path)).side_files
+    assert not is_side_file("modeling_x.py", remote_code=False)
+
+
+def test_weights_beside_the_checkpoint_are_not_read(tmp_path: Path) -> None:
+    path = pair(tmp_path / "m")
+    save_file({"layers.0.wq": torch.ones(2)}, path / "consolidated.safetensors")
+    (path / "pytorch_model.bin").write_bytes(b"stale")
+    assert sorted(open_checkpoint(str(path)).specs) == list("abcd")
+    (path / INDEX).unlink()
+    assert sorted(open_checkpoint(str(path)).specs) == list("abcd")
+
+
+def test_ignore_index_reads_the_good_file(tmp_path: Path) -> None:
+    path = single(tmp_path / "m")
+    (path / INDEX).write_text(json.dumps({"weight_map": {"old": FIRST}}))
+    assert list(open_checkpoint(str(path), ignore_index=True).specs) == ["a", "b"]
+    (path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.raises(BadCheckpoint, match="omits tensor 'b'"):
+        open_checkpoint(str(path))
+    assert list(open_checkpoint(str(path), ignore_index=True).specs) == ["a", "b"]
+
+
+def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
+    real = pair(tmp_path / "real")
+    snapshot = tmp_path / "models--o--n" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--o--n" / "blobs"
+    blobs.mkdir()
+    for n, file in enumerate(real.iterdir()):
+        shutil.copy(file, blobs / str(n))
+        (snapshot / file.name).symlink_to(f"../../blobs/{n}")
+    assert list(open_checkpoint(str(snapshot)).specs) == list("abcd")
+    (tmp_path / "link").symlink_to(snapshot)
+    assert list(open_checkpoint(str(tmp_path / "link")).specs) == list("abcd")
+
+
+def test_fingerprint_tells_sources_apart(tmp_path: Path) -> None:
+    path = pair(tmp_path / "m")
+    (path / "tokenizer.json").write_text("{}")
+    before = fingerprint(open_local(str(path)))
+    assert json.loads(json.dumps(before)) == before
+    assert list(before) == ["config.json", INDEX, FIRST, SECOND, "tokenizer.json"]
+    assert fingerprint(open_checkpoint(str(path))) == before
+    os.utime(path / "tokenizer.json", ns=(0, 0))
+    assert fingerprint(open_checkpoint(str(path))) != before
+    data = (path / FIRST).read_bytes()
+    stat = (path / FIRST).stat()
+    (path / FIRST).write_bytes(data.replace(b'"format":"pt"', b'"format":"tf"'))
+    os.utime(path / FIRST, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    changed = fingerprint(open_checkpoint(str(path)))[FIRST]
+    assert changed["mtime_ns"] == before[FIRST]["mtime_ns"]
+    assert changed["header_sha256"] != before[FIRST]["header_sha256"]
+
+
+def test_opening_imports_no_torch_and_no_hub_client(tmp_path: Path) -> None:
+    code = (
+        "import sys; from quantize.checkpoint import open_checkpoint as o; o(sys.argv[1]); "
+        "print({'torch', 'huggingface_hub', 'safetensors', 'numpy'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code, str(pair(tmp_path / "m"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+
+def refusal(path: Path, **options: Any) -> BadCheckpoint:
+    with pytest.raises(BadCheckpoint) as caught:
+        open_checkpoint(str(path), **options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("build", "case"),
+    [(single, case) for case in SINGLE_FILE.values()]
+    + [(pair, case) for case in TWO_SHARDS.values()],
+    ids=[*SINGLE_FILE, *TWO_SHARDS],
+)
+def test_refused_by_name(
+    tmp_path: Path,
+    build: Callable[[Path], Path],
+    case: tuple[Edit, list[str], list[str]],
+) -> None:
+    path = build(tmp_path / "m")
+    open_checkpoint(str(path))
+    edit, in_message, in_hint = case
+    edit(path)
+    error = refusal(path)
+    assert str(path) in error.message
+    for word in in_message:
+        assert word in error.message
+    assert error.hint
+    for word in in_hint:
+        assert word in error.hint
+
+
+def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
+    path = single(tmp_path / "m")
+    assert "does not exist" in refusal(tmp_path / "nothing").message
+    assert "expected a checkpoint folder" in refusal(path / "model.safetensors").message
+    assert str(path) in refusal(path / "model.safetensors").hint
+    assert "v2" in refusal(path, revision="v2").message
+
+
+def test_a_link_is_only_followed_in_a_hub_cache(tmp_path: Path) -> None:
+    """A folder called ``snapshots`` opens no other place than its own ``blobs``."""
+    snapshot = single(tmp_path / "snapshots" / "m")
+    (tmp_path / "blobs" / "deep").mkdir(parents=True)
+    (snapshot / "model.safetensors").rename(tmp_path / "blobs" / "deep" / "file")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/deep/file")
+    assert "leaves the checkpoint folder" in refusal(snapshot).message
+
+
+def test_bin_only_is_refused_with_a_command_that_converts(tmp_path: Path) -> None:
+    path = pair(tmp_path / "with space")
+    tensors = {name: open_checkpoint(str(path)).tensor(name) for name in "abcd"}
+    for name in (FIRST, SECOND, INDEX):
+        (path / name).unlink()
+    tensors["d"] = tensors["c"]
+    for n, names in enumerate(("ab", "cd")):
+        part = {name: tensors[name] for name in names}
+        torch.save(part, path / f"pytorch_model-0000{n + 1}-of-00002.bin")
+    (path / "training_args.bin").write_bytes(b"not for torch.load")
+    error = refusal(path)
+    assert "pytorch_model-00001-of-00002.bin" in error.message
+    command = error.hint.partition(": ")[2]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], check=True, env=environment)
+    converted = open_checkpoint(str(path))
+    assert list(converted.headers) == [FIRST, SECOND]
+    for name, tensor in tensors.items():
+        assert torch.equal(converted.tensor(name), tensor)
+
+
+def test_a_file_that_shrinks_after_opening_is_refused(tmp_path: Path) -> None:
+    path = single(tmp_path / "m")
+    checkpoint = open_checkpoint(str(path))
+    chop(path)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: the file ends at byte"):
+        checkpoint.read("a" if checkpoint.offsets["a"] > checkpoint.offsets["b"] else "b")
+
+
+# ---- any damage is a checkpoint or a refusal --------------------------------------------------
+
+VALID = save(
+    {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.ones(()), "c": torch.empty(0, 2)},
+    metadata={"format": "pt"},
+)
+HEADER = VALID[8 : 8 + int.from_bytes(VALID[:8], "little")]
+TOKENS = [
+    *(bytes([c]) for c in b'"{}[],:-019 \xff'),
+    *(b"null", b"1e3", b'"a"', b'"F4"', b'"U8"', b"\\ud800", b'"x":1,', b"18446744073709551616"),
+]
+DAMAGE = st.tuples(st.integers(0, len(HEADER)), st.integers(0, 12), st.sampled_from(TOKENS))
+
+
+@given(
+    damages=st.lists(DAMAGE, max_size=3),
+    keep_length=st.booleans(),
+    cut=st.integers(-3, 3),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_damage_is_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory,
+    damages: list[tuple[int, int, bytes]],
+    keep_length: bool,
+    cut: int,
+) -> None:
+    """safetensors itself is the judge: what opens here opens there, with the same tensors."""
+    text, data = HEADER, VALID[8 + len(HEADER) :]
+    for position, deleted, inserted in damages:
+        text = text[:position] + inserted + text[position + deleted :]
+    data = data[:cut] if cut < 0 else data + bytes(cut)
+    length = len(HEADER) if keep_length else len(text)
+    content = struct.pack("<Q", length) + text + data
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(content)
+    try:
+        checkpoint = open_checkpoint(str(path))
+    except BadCheckpoint as error:
+        assert "model.safetensors" in error.message
+        return
+    reference = {name: (t["dtype"], tuple(t["shape"])) for name, t in deserialize(content)}
+    assert reference == {s.name: (s.dtype, s.shape) for s in checkpoint.specs.values()}
+    for name, tensor in deserialize(content):
+        assert checkpoint.read(name) == bytes(tensor["data"])
+
+
+def test_the_undamaged_file_opens(tmp_path: Path) -> None:
+    """The file that the damage starts from: else every refusal above would prove nothing."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(VALID)
+    assert sorted(open_checkpoint(str(tmp_path)).specs) == ["a", "b", "c"]
