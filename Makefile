@@ -8,7 +8,6 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 SUPPORTED := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -48,8 +47,9 @@ endef
 $(BIN)/python:
 	@test -n '$(PYTHON)' || { echo 'error: no Python 3.11, 3.12 or 3.13 with the venv module found;' \
 		'install one (Debian: python3-venv), or name it: make PYTHON=/path/to/python' >&2; exit 1; }
-	@command -v "$${CXX:-c++}" >/dev/null || { echo 'error: no C++ compiler found; Quark builds an' \
-		'extension with it: install one (Debian: apt install g++), or name it in CXX' >&2; exit 1; }
+	@set -- $${CXX:-c++}; command -v "$$1" >/dev/null || { \
+		echo "error: no C++ compiler found (tried $$1); Quark builds an extension with it:" \
+		'install one (Debian: apt install g++), or name it in CXX' >&2; exit 1; }
 	@$(PYTHON) -c 'import sysconfig, pathlib, sys; \
 		sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())' || { \
 		echo 'error: $(PYTHON) comes without its C headers (Python.h); Quark builds an extension' \
