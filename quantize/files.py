@@ -158,10 +158,14 @@ def refuse_pointer(files: Files, name: str, data: bytes | bytearray) -> None:
 
 def fetch_again(files: Files, *names: str) -> str:
     """The hint for files that are missing or damaged."""
-    if isinstance(files, LocalFiles):
-        wanted = " ".join(quote(name) for name in names)
-        return f"get it again: hf download ORG/NAME {wanted} --local-dir {quote(files.origin)}"
-    return "the repository itself is at fault: try another revision, ORG/NAME@REVISION"
+    if not isinstance(files, LocalFiles):
+        return "the repository itself is at fault: try another revision, ORG/NAME@REVISION"
+    folder = Path(os.path.realpath(files.path))
+    wanted = " ".join(quote(name) for name in names)
+    if folder.parent.name == "snapshots":
+        repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return f"hf download {repo} {wanted} --revision {folder.name} --force-download"
+    return f"get it again: hf download ORG/NAME {wanted} --local-dir {quote(files.origin)}"
 
 
 def is_side_file(name: str, remote_code: bool) -> bool:

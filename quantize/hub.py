@@ -24,9 +24,13 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
 
 @dataclass(frozen=True)
 class HubFiles:
-    """A model repository at one commit. Every read is one HTTP range request."""
+    """A model repository at the commit that ``revision`` (None: the default branch) meant.
+
+    Every read is one HTTP range request.
+    """
 
     repo_id: str
+    revision: str | None
     commit: str
     tree: Mapping[str, int]
 
@@ -102,7 +106,7 @@ def find_on_hub(model: str, revision: str | None) -> Files:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout)
     tree = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     root = {name: tree[name] for name in sorted(tree) if "/" not in name}
-    return HubFiles(info.id, str(info.sha), root)
+    return HubFiles(info.id, revision, str(info.sha), root)
 
 
 def download(checkpoint: Checkpoint) -> Path:
@@ -110,13 +114,15 @@ def download(checkpoint: Checkpoint) -> Path:
 
     Returns the snapshot's folder. Files that are there already are not fetched again.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     files = checkpoint.files
     if not isinstance(files, HubFiles):
         raise ValueError(f"{files.origin} is on this machine already")
     wanted = [escape(name) for name in checkpoint.source_files]
     with _explained(files.repo_id, files.commit):
+        # Records in the cache what the revision's name means, for HF_HUB_OFFLINE.
+        HfApi().resolve_revision(files.repo_id, revision=files.revision)
         return Path(snapshot_download(files.repo_id, revision=files.commit, allow_patterns=wanted))
 
 
@@ -172,11 +178,12 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         HFValidationError,
         HTTPError,
+        RevisionResolutionError,
     )
 
     try:
         yield
-    except (OSError, HTTPError, HFValidationError) as error:
+    except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
         raise _explain(error, repo_id, revision) from error
 
 
