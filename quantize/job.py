@@ -111,9 +111,13 @@ def run_one(job: Job, out: Path, settings: Settings) -> Report:
     return report
 
 
-def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> tuple[Report, Report]:
-    """Write ``out/target``, ``out/draft``, ``out/report.json`` and ``out/serve.sh``."""
-    jobs = dict(zip(HALVES, (target, draft), strict=True))
+def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> dict[str, Report]:
+    """Write ``out/target``, ``out/draft``, ``out/report.json`` and ``out/serve.sh``.
+
+    Returns the reports of both halves and of the ``pair``, which is checked as it was written.
+    Raises `BadOutput` when a check fails; OUT never appears.
+    """
+    jobs = dict(zip(HALVES, (target, replace(draft, checks=())), strict=True))
     layouts = {name: _lay_out(job.plan, settings) for name, job in jobs.items()}
     check_out(out, [*_folders(target), *_folders(draft)])
     identity = {name: _identity(job, settings) for name, job in jobs.items()}
@@ -122,28 +126,28 @@ def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> tuple[Re
         for name, job in jobs.items():
             (partial / name).mkdir(exist_ok=True)
             reports[name] = _complete(job, layouts[name], partial / name, name, settings)
-        checks = _check_written(partial, settings)
-        write_json(partial / PAIR_REPORT, _pair_report(checks, settings))
+        reports["pair"] = _check_written(partial, settings)
+        write_json(partial / PAIR_REPORT, _pair_report(reports["pair"], settings))
         _link(partial)
         write_text(partial / "serve.sh", serve_script())
         (partial / "serve.sh").chmod(0o755)
-        for report in (*reports.values(), Report(checks)):
+        for report in reports.values():
             _refuse_failed(report, partial)
         finish(partial, out)
-    return reports["target"], replace(reports["draft"], checks=(*reports["draft"].checks, *checks))
+    return reports
 
 
-def _check_written(partial: Path, settings: Settings) -> tuple[Check, ...]:
+def _check_written(partial: Path, settings: Settings) -> Report:
     if not settings.verify:
-        return (Check("pair", "not_measured", "--no-verify", "target and draft fit"),)
-    halves = (open_checkpoint(str(partial / name)) for name in HALVES)
-    return check_pair(*halves)
+        return Report((Check("pair", "not_measured", "--no-verify", "target and draft fit"),))
+    target, draft = (open_checkpoint(str(partial / name)) for name in HALVES)
+    return Report(check_pair(target, draft))
 
 
-def _pair_report(checks: tuple[Check, ...], settings: Settings) -> dict[str, Any]:
+def _pair_report(report: Report, settings: Settings) -> dict[str, Any]:
     return {
         "provenance": provenance(settings.command),
-        "checks": Report(checks).to_json()["checks"],
+        "checks": report.to_json()["checks"],
         "served": "not measured",
     }
 

@@ -178,7 +178,7 @@ def _check_head(
     full = _draft_vocab(draft) == _vocab(target)
     if "lm_head.weight" not in draft.specs and not full:
         return _check(
-            "head",
+            "shared head",
             False,
             f"no lm_head and draft_vocab_size {_draft_vocab(draft)}",
             f"a head of its own, or the full vocabulary {_vocab(target)}",
@@ -187,7 +187,7 @@ def _check_head(
     check = _check_shared("head", head_tensor(family, target), target, draft, compare=compare)
     if require and check.measured == NOT_SHARED:
         detail = "drop --require-shared-head to keep the draft's own head"
-        return _check("head", False, NOT_SHARED, SHARED, detail)
+        return _check("shared head", False, NOT_SHARED, SHARED, detail)
     return check
 
 
@@ -196,21 +196,22 @@ def _check_shared(
 ) -> Check:
     ours = {"head": "lm_head.weight", "embedding": "embed_tokens.weight"}[role]
     required = "absent, equal to the target's, or of its own"
+    name = f"shared {role}"
     hidden = _size(draft.config, "hidden_size", draft)
     if ours not in draft.specs:
         shape = target.specs[theirs].shape
         detail = f"a draft without {ours} needs the target's width"
         measured = SHARED if shape[1] == hidden else f"the target's {theirs} is {list(shape)}"
-        return _check(role, shape[1] == hidden, measured, f"[{shape[0]}, {hidden}]", detail)
+        return _check(name, shape[1] == hidden, measured, f"[{shape[0]}, {hidden}]", detail)
     if role == "embedding" and draft.specs[ours].shape != (_vocab(target), hidden):
         measured = f"{ours} {list(draft.specs[ours].shape)}"
-        return _check(role, False, measured, f"[{_vocab(target)}, {hidden}]", "")
+        return _check(name, False, measured, f"[{_vocab(target)}, {hidden}]", "")
     if draft.specs[ours].shape != target.specs[theirs].shape:
-        return Check(role, "pass", NOT_SHARED, required, "the shapes differ")
+        return Check(name, "pass", NOT_SHARED, required, "the shapes differ")
     if not compare:
-        return Check(role, "not_measured", "needs the weights", required)
+        return Check(name, "not_measured", "needs the weights", required)
     same = same_bytes(draft, ours, target, theirs)
-    return Check(role, "pass", SHARED if same else NOT_SHARED, required, f"compared with {theirs}")
+    return Check(name, "pass", SHARED if same else NOT_SHARED, required, f"compared with {theirs}")
 
 
 def _check(name: str, good: bool, measured: str, required: str, detail: str) -> Check:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from models.base import Family
 from quantize.errors import BadPlan
 from quantize.metadata import build_quantization_config
-from quantize.roles import Role, check_layers, classify, find_family
+from quantize.roles import Role, check_layers, check_not_quantized, classify, find_family
 from schemes import find_scheme
 from schemes.base import TensorSpec
 
@@ -97,6 +97,7 @@ def make_plan(
     ``target_layers`` is needed for a draft: vLLM numbers its layers after the target's.
     ``dropped`` maps tensors that `pair` found redundant to the reason. Raises `BadPlan`.
     """
+    check_not_quantized(specs, config)
     family = find_family(specs, config)
     roles = classify(family, specs)
     check_layers(family, specs, config)
@@ -159,9 +160,9 @@ def _decide(role: Role, options: Options) -> Entry:
 def _choose(role: Role, options: Options) -> tuple[str | None, str]:
     """Scheme and reason: head, then exclusions, then --layer-scheme, then defaults."""
     if role.head:
-        return None, "head: never quantized, vLLM shares it in BF16"
+        return None, "the head is never quantized"
     if role.kind == "preserved":
-        return None, f"{role.name}: not a linear layer that vLLM quantizes"
+        return None, "kept by the family's policy"
     for pattern in options.exclude:
         if matches(pattern, role.spec.module):
             return None, f"excluded by --exclude-layers {pattern!r}"
@@ -169,8 +170,8 @@ def _choose(role: Role, options: Options) -> tuple[str | None, str]:
         if matches(pattern, role.spec.module):
             return resolve_scheme(scheme), f"--layer-scheme {pattern!r} {scheme}"
     if role.kind == "optional":
-        return None, f"{role.name}: preserved by default, --layer-scheme can change it"
-    return resolve_scheme(options.scheme), f"{role.name}: decoder linear"
+        return None, "kept by default; --layer-scheme can change it"
+    return resolve_scheme(options.scheme), "decoder linear"
 
 
 def _entry(role: Role, scheme: str | None, stored: tuple[TensorSpec, ...], reason: str) -> Entry:

@@ -47,7 +47,6 @@ def find_family(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> F
             f"config.json: architectures is {names!r}, expected a list of one class name",
             "set it to the class that vLLM should build",
         )
-    _check_not_quantized(specs, config)
     family = models.find_family(names[0])
     if "fc.weight" not in specs or family.draft:
         return family
@@ -138,7 +137,8 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans[:5])
 
 
-def _check_not_quantized(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> None:
+def check_not_quantized(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> None:
+    """The source holds plain weights. Raises `BadPlan`."""
     for level, part in (("", config), ("text_config.", text_config(config))):
         found = part.get("quantization_config") or part.get("compression_config")
         if found:

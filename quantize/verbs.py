@@ -99,7 +99,7 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
     )
     settings = _settings(view, given)
     _load_quark(view, jobs)
-    reports = dict(zip(HALVES, run_pair(*jobs, given["out"], settings), strict=True))
+    reports = run_pair(*jobs, given["out"], settings)
     out: Path = given["out"]
     _show_pair(view, jobs, reports, out)
     view.result(
@@ -116,7 +116,7 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
 def _show_pair(view: View, jobs: Iterable[Job], reports: Mapping[str, Report], out: Path) -> None:
     view.show(*(plan_table(job.plan) for job in jobs))
     view.show(*(check_table(name, report) for name, report in reports.items()))
-    view.show(*(tensor_table(report) for report in reports.values()))
+    view.show(*(tensor_table(report) for report in reports.values() if report.tensors))
     sources = " ".join(
         f"--{option} {job.source.files.origin}"
         for option, job in zip(("source", "draft-source"), jobs, strict=True)
@@ -183,7 +183,7 @@ def _make_demo(view: View, source: Path, draft: Path, out: Path) -> dict[str, Re
     _load_quark(view, jobs)
     view.show(*(plan_table(job.plan) for job in jobs))
     settings = Settings(view.argv, view.stage, max_shard_size=5 * 10**9, device=_device("auto"))
-    return dict(zip(HALVES, run_pair(*jobs, out, settings), strict=True))
+    return run_pair(*jobs, out, settings)
 
 
 def _given(given: dict[str, Any], name: str) -> str:
