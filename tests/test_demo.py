@@ -118,12 +118,11 @@ def test_every_check_passes_and_quality_is_not_claimed(
     folder, done = demo_run
     result = json.loads(done.stdout)
     assert result["ok"] is True
-    assert result["command"] == "demo" or "demo" in result["command"]
+    assert result["command"] == "demo"
+    assert result["language_quality"] == "not_measured"
     checks = list(find_checks(result["checks"]))
-    unmeasured = [check for check in checks if check["status"] == "not_measured"]
-    assert [check["name"] for check in unmeasured if "quality" in check["name"]]
-    assert len(unmeasured) == 1, unmeasured
-    assert {check["status"] for check in checks if check not in unmeasured} == {"pass"}
+    assert len(checks) > 10
+    assert {check["status"] for check in checks} == {"pass"}
     for part in ("target/config.json", "draft/config.json", "report.json", "serve.sh"):
         assert (folder / "pair" / part).is_file()
 
