@@ -148,10 +148,7 @@ def choose_layer_keys(
         for name in _spell(family, module, target_layers)
     }
     mappings: tuple[Fused, ...] = ({}, family.fused) if family.draft else (family.fused,)
-    globs: dict[str, str] = {}
-    for pattern, scheme in patterns:
-        globs.setdefault(pattern, scheme)
-    for keys in ({}, globs, exact):
+    for keys in ({}, dict(patterns), exact):
         if all(_reads_as(intended, keys, default, fused) for fused in mappings):
             return keys
     raise BadPlan("no names of layer_quant_config make vLLM read the layer schemes as asked")

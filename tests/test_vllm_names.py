@@ -131,6 +131,7 @@ LAYERS: list[dict[str, Any]] = [
     {"*v_proj": OTHER, "*[qkv]_proj": TWO},
     {"*q_proj": TWO, "*k_proj": deepcopy(TWO), "*v_proj": deepcopy(TWO)},
     {"*q_proj": ONE, "*k_proj": OTHER},
+    {"*q_proj": TWO | {"x": 1}, "*k_proj": TWO | {"x": True}, "*v_proj": TWO | {"x": 1}},
     {"self_attn": TWO},
     {"re:.*": TWO},
     {"?odel.layers.1.mlp.down_proj": TWO},
@@ -270,6 +271,7 @@ def schemes_by(family: Family, rule: Sequence[tuple[str, str]], default: str) ->
         (eagle3.FAMILY, [("layers.0.mlp*", "two")], False),
         (eagle3.FAMILY, [("*[qkv]_proj", "two")], True),
         (eagle3.FAMILY, [("*.[qkv]_proj", "two")], False),
+        (eagle3.FAMILY, [("*v_proj", "two"), ("layers.*.[qk]_proj", "two")], False),
         (eagle3.FAMILY, [("fc", "two")], False),
     ],
 )
