@@ -87,9 +87,15 @@ def transform(
     if entry.scheme is None:
         yield tensor_bytes(cast_head(entry, tensor))
         return
-    weight = cast_weight(tensor).to(device)
-    for piece in find_scheme(entry.scheme).quantize(weight):
-        yield tensor_bytes(piece.cpu())
+    try:
+        pieces = find_scheme(entry.scheme).quantize(cast_weight(tensor).to(device))
+    except ValueError as error:
+        raise BadCheckpoint(
+            f"{source.files.origin}/{source.shard_of[entry.source.name]}: {entry.source.name} rows "
+            f"{start} to {stop}: {error}",
+            f"keep it in BF16: --exclude-layers {entry.source.module!r}",
+        ) from error
+    yield from (tensor_bytes(piece.cpu()) for piece in pieces)
 
 
 def cast_weight(weight: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quantize.activations import seeded_activations
+from quantize.activations import TOKENS, seeded_activations
 from quantize.checkpoint import Checkpoint
 from quantize.engine import FLOATS, cast_head, cast_weight, check_finite, tensor_bytes
 from quantize.errors import BadCheckpoint
@@ -17,9 +17,6 @@ from schemes import find_scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ACTIVATION_ROWS = 32
-"""Tokens of the matmul check."""
 
 
 @dataclass
@@ -85,7 +82,7 @@ def _prove_quantized(
 ) -> None:
     scheme = find_scheme(entry.scheme or "")
     rows, columns = entry.source.shape
-    x = seeded_activations(entry.source.module, ACTIVATION_ROWS, columns)
+    x = seeded_activations(entry.source.module, TOKENS, columns)
     sums = Sums()
     for start, stop in row_chunks(entry.source.shape, entry.source.nbytes // rows):
         stored = tuple(out.tensor(spec.name, start, stop) for spec in entry.stored)
@@ -106,11 +103,12 @@ def _prove_quantized(
 
 
 def _add_energies(sums: Sums, weight: Tensor, stored: Tensor, x: Tensor, y: Tensor) -> None:
-    reference = x.double() @ weight.double().T
-    sums.signal += float(weight.double().square().sum())
-    sums.noise += float((weight.double() - stored.double()).square().sum())
+    exact = weight.double()
+    reference = x.double() @ exact.T
+    sums.signal += float(exact.square().sum())
+    sums.noise += float((exact - stored).square().sum())
     row_signal = reference.square().sum(0)
-    row_noise = (reference - y.double()).square().sum(0)
+    row_noise = (reference - y).square().sum(0)
     sums.out_signal += float(row_signal.sum())
     sums.out_noise += float(row_noise.sum())
     rows = zip(row_signal.tolist(), row_noise.tolist(), strict=True)
