@@ -164,13 +164,21 @@ def open_local(
 def fingerprint(checkpoint: Checkpoint) -> dict[str, dict[str, int | str]]:
     """Size, mtime (ns) and header hash of every source file, as JSON values.
 
-    Equal fingerprints mean the same source to a resumed run. Only for a local checkpoint.
+    Equal fingerprints mean the same source to a resumed run. Only for a local checkpoint; a file
+    that has gone since it was opened is a `BadCheckpoint`.
     """
     if checkpoint.path is None:
         raise ValueError(f"{checkpoint.files.origin} is not on this machine")
     marks: dict[str, dict[str, int | str]] = {}
     for name in checkpoint.source_files:
-        stat = (checkpoint.path / name).stat()
+        try:
+            stat = (checkpoint.path / name).stat()
+        except OSError as error:
+            raise BadCheckpoint(
+                f"{checkpoint.path / name}: was there, and can no longer be found "
+                f"({error.strerror})",
+                fetch_again(checkpoint.files, name),
+            ) from error
         marks[name] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
         if name in checkpoint.headers:
             marks[name]["header_sha256"] = checkpoint.headers[name]

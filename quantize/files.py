@@ -82,12 +82,13 @@ class LocalFiles:
         path = self.path / name
         target = self._target(name)
         try:
+            # Before opening: to open a pipe would wait for a writer.
             if target.exists() and not target.is_file():
                 raise BadCheckpoint(
                     f"{path}: found a pipe, device or folder, expected a regular file",
                     f"look at it: ls -l {quote(str(path))}",
                 )
-            return io.FileIO(target, opener=_open_at_once)
+            return io.FileIO(target)
         except OSError as error:
             raise BadCheckpoint(
                 f"{path}: cannot be read ({error.strerror})",
@@ -116,11 +117,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    # Opening a pipe for reading would wait for a writer.
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_at(files: Files, name: str, offset: int, size: int) -> bytearray:

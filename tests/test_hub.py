@@ -53,8 +53,9 @@ def folder(tmp_path: Path) -> Path:
     shutil.copy(path / FIRST, path / "consolidated.safetensors")
     (path / "pytorch_model.bin").write_bytes(b"pickle")
     (path / "original").mkdir()
-    for name in (FIRST, "config.json", "tokenizer.json"):
+    for name in (FIRST, "config.json"):
         shutil.copy(path / name, path / "original" / name)
+    (path / "original" / "tokenizer.model").write_text("{}")
     return path
 
 
@@ -191,3 +192,13 @@ def test_refused_by_name(
     for word in in_message:
         assert word in found["message"]
     assert in_hint in found["hint"]
+
+
+def test_ignore_index_holds_for_the_download_too(folder: Path, client: Client) -> None:
+    for name in (FIRST, SECOND):
+        (folder / name).unlink()
+    write_llama(folder, num_hidden_layers=1)
+    assert "model.safetensors beside it is whole" in client("local", "org/tiny")["message"]
+    found = client("local", "org/tiny", ignore_index=True)
+    assert "model.safetensors" in found["files"]
+    assert found["path"].endswith(COMMIT)
