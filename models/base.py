@@ -32,6 +32,10 @@ class Family:
     """Linears whose input dimension vLLM splits between tensor-parallel ranks."""
     linears: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Linears that every decoder layer must have: ``{"mlp": ("gate_proj", …)}``."""
+    norms: tuple[str, ...] = ()
+    """Norms that every decoder layer must have."""
+    required: tuple[str, ...] = ("model.embed_tokens.weight",)
+    """Tensors outside the layers that every checkpoint must have; the head may be shared."""
     draft: bool = False
 
     @cached_property

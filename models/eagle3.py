@@ -7,7 +7,7 @@ Source: vLLM ``model_executor/models/llama_eagle3.py`` (``_load_weights`` accept
 from __future__ import annotations
 
 from models.base import Family
-from models.llama import FUSED, LINEARS
+from models.llama import FUSED, LINEARS, NORMS
 
 LAYER = r"(midlayer|layers\.\d+)\."
 
@@ -34,5 +34,7 @@ FAMILY = Family(
     layers=r"(?:midlayer|layers\.(\d+))\.",
     fused=FUSED,
     linears=LINEARS,
+    norms=NORMS,
+    required=("fc.weight", "norm.weight"),
     draft=True,
 )

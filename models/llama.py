@@ -27,6 +27,8 @@ LINEARS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
+NORMS = ("input_layernorm", "post_attention_layernorm")
+REQUIRED = ("model.embed_tokens.weight", "model.norm.weight")
 
 FAMILY = Family(
     name="llama",
@@ -35,4 +37,6 @@ FAMILY = Family(
     preserved=SKELETON | {LAYER + r"(self_attn|mlp)\.\w+_proj\.bias": "bias"},
     fused=FUSED,
     linears=LINEARS,
+    norms=NORMS,
+    required=REQUIRED,
 )

@@ -6,7 +6,7 @@ Source: vLLM ``model_executor/models/qwen2.py``.
 from __future__ import annotations
 
 from models.base import Family
-from models.llama import ATTENTION, FUSED, LAYER, LINEARS, MLP, SKELETON
+from models.llama import ATTENTION, FUSED, LAYER, LINEARS, MLP, NORMS, REQUIRED, SKELETON
 
 FAMILY = Family(
     name="qwen2",
@@ -15,4 +15,6 @@ FAMILY = Family(
     preserved=SKELETON | {LAYER + r"self_attn\.[qkv]_proj\.bias": "bias"},
     fused=FUSED,
     linears=LINEARS,
+    norms=NORMS,
+    required=REQUIRED,
 )

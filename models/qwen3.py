@@ -6,7 +6,7 @@ Source: vLLM ``model_executor/models/qwen3.py``.
 from __future__ import annotations
 
 from models.base import Family
-from models.llama import ATTENTION, FUSED, LAYER, LINEARS, MLP, SKELETON
+from models.llama import ATTENTION, FUSED, LAYER, LINEARS, MLP, NORMS, REQUIRED, SKELETON
 
 FAMILY = Family(
     name="qwen3",
@@ -19,4 +19,6 @@ FAMILY = Family(
     },
     fused=FUSED,
     linears=LINEARS,
+    norms=(*NORMS, "self_attn.q_norm", "self_attn.k_norm"),
+    required=REQUIRED,
 )

@@ -81,7 +81,17 @@ def classify(family: Family, specs: Mapping[str, TensorSpec]) -> dict[str, Role]
 def check_layers(
     family: Family, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]
 ) -> None:
-    """Every decoder layer is there, and known families have the same linears in each of them."""
+    """Every decoder layer is there, and known families have the same tensors in each of them.
+
+    VLLM does not miss a tensor that a quantized checkpoint lacks: it would keep what it started
+    with. Raises `BadPlan` naming what is missing.
+    """
+    absent = [name for name in family.required if name not in specs]
+    if absent:
+        raise BadPlan(
+            f"there is no {', '.join(absent)}, which every checkpoint of family {family.name} has",
+            "the checkpoint is incomplete: download it again",
+        )
     layers: dict[int, set[str]] = {}
     pattern = re.compile(family.layers)
     for name in specs:
@@ -106,13 +116,12 @@ def check_layers(
 
 def _missing(family: Family, suffixes: set[str], found: set[str]) -> set[str]:
     if family.architectures:
-        return {name for name in suffixes - found if name.endswith("_proj.weight")} | {
-            f"{block}.{leaf}.weight"
-            for block, leaves in family.linears.items()
-            for leaf in leaves
-            if f"{block}.{leaf}.weight" not in found
-        }
-    # The layers of an unknown architecture may differ, but what vLLM fuses must be complete.
+        linears = [f"{block}.{leaf}" for block, leaves in family.linears.items() for leaf in leaves]
+        needed = {f"{module}.weight" for module in (*linears, *family.norms)}
+        uneven = {name for name in suffixes if name.endswith(("_proj.weight", "_proj.bias"))}
+        return (needed | uneven) - found
+    # The layers of an unknown architecture may differ, but what vLLM fuses must be complete: a
+    # lone member is legal (a gate of attention, an MLP without gate) unless other layers have more.
     present = {name.removesuffix(".weight") for name in found if name.endswith("_proj.weight")}
     parents = {name.rpartition(".")[0] for name in present}
     return {
@@ -121,7 +130,8 @@ def _missing(family: Family, suffixes: set[str], found: set[str]) -> set[str]:
         for group in family.fused.values()
         for leaf in group
         if f"{parent}.{leaf}" not in present
-        and len([other for other in group if f"{parent}.{other}" in present]) > 1
+        and (others := [other for other in group if f"{parent}.{other}" in present])
+        and (len(others) > 1 or f"{parent}.{leaf}.weight" in suffixes)
     }
 
 
