@@ -146,14 +146,8 @@ def open_checkpoint(
     )
 
 
-def open_local(
-    model: str, *, revision: str | None = None, ignore_index: bool = False
-) -> Checkpoint:
-    """Like `open_checkpoint`, with the files on this machine: a Hub id is downloaded first.
-
-    A checkpoint that would be refused is refused before any weight is downloaded.
-    """
-    checkpoint = open_checkpoint(model, revision=revision, ignore_index=ignore_index)
+def bring_local(checkpoint: Checkpoint, *, ignore_index: bool = False) -> Checkpoint:
+    """The same checkpoint with its files on this machine: one on the Hub is downloaded."""
     if checkpoint.path is not None:
         return checkpoint
     from quantize.hub import download

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,15 +160,18 @@ class View:
             for table in tables:
                 console.print(table)
 
-    def result(self, *, ok: bool, **parts: Any) -> None:
-        """End the command: one JSON object with --json, and exit code 0 or 1."""
+    def result(self, ok: bool, parts: Callable[[], dict[str, Any]]) -> None:
+        """End the command: one JSON object with --json, and exit code 0 or 1.
+
+        ``parts`` is called for JSON alone: a plan of 70,000 tensors takes a while to spell out.
+        """
         if self.as_json:
             from quantize.provenance import provenance
 
             made = provenance(self.argv)
             head = {"tool": made["tool"], "version": made["version"], "command": self.command}
-            body = {key: parts.get(key) for key in ("source", "output", "plan", "checks")}
-            print(json.dumps({**head, "ok": ok, **body, **parts, "provenance": made}))
+            body = dict.fromkeys(("source", "output", "plan", "checks"))
+            print(json.dumps({**head, "ok": ok, **body, **parts(), "provenance": made}))
         sys.exit(0 if ok else 1)
 
 

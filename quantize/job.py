@@ -15,6 +15,7 @@ from quantize.card import render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from quantize.engine import Advance, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
+from quantize.files import read_at
 from quantize.head import check_tie
 from quantize.layout import INDEX_NAME, Shard, index_json, lay_out
 from quantize.metadata import edit_config
@@ -189,8 +190,8 @@ def _write_metadata(job: Job, shards: tuple[Shard, ...], folder: Path) -> None:
     if len(shards) > 1:
         write_json(folder / INDEX_NAME, index_json(shards, job.plan.stored.values()))
     for name in source.side_files:
-        with source.files.open(name) as file:
-            (folder / name).write_bytes(file.readall() or b"")
+        data = read_at(source.files, name, 0, source.files.sizes()[name])
+        (folder / name).write_bytes(data)
 
 
 def _prove(job: Job, folder: Path, name: str, size: int, settings: Settings) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any, Literal
 
@@ -290,15 +290,17 @@ def _some(names: list[str]) -> str:
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
     return {
-        "name": entry.source.name,
-        "dtype": entry.source.dtype,
-        "shape": list(entry.source.shape),
+        **_spec_to_json(entry.source),
         "source_format": entry.source_format,
         "role": entry.role,
         "scheme": entry.scheme,
-        "stored": [asdict(spec) for spec in entry.stored],
+        "stored": [_spec_to_json(spec) for spec in entry.stored],
         "reason": entry.reason,
     }
+
+
+def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantize.checkpoint import Checkpoint, open_checkpoint
+from quantize.checkpoint import Checkpoint, bring_local, open_checkpoint
 from quantize.errors import BadOutput, ToolError
 from quantize.job import (
     HALVES,
@@ -51,10 +51,15 @@ def plan_verb(view: View, given: dict[str, Any]) -> None:
     view.show(*(line for job in jobs for line in _plan_lines(job)))
     if checks:
         view.show(check_table("pair", Report(tuple(checks))))
-    first, *rest = (job.plan.to_json() for job in jobs)
-    extra = {"draft_plan": rest[0], "draft_source": given["draft"]} if rest else {}
-    report = Report(tuple(checks)).to_json()["checks"]
-    view.result(ok=True, source=model.files.origin, plan=first, checks=report, **extra)
+    view.result(
+        True,
+        lambda: {
+            "source": model.files.origin,
+            "plan": jobs[0].plan.to_json(),
+            "checks": Report(tuple(checks)).to_json()["checks"],
+            **({"draft_plan": jobs[1].plan.to_json()} if given["draft"] else {}),
+        },
+    )
 
 
 def _plan_lines(job: Job) -> Iterable[str]:
@@ -66,10 +71,10 @@ def _plan_lines(job: Job) -> Iterable[str]:
 def run_verb(view: View, given: dict[str, Any]) -> None:
     """``quantize run``: one checkpoint; a draft is recognised and needs ``--target``."""
     options = _options(given, "")
-    model = _local(view, _open(_given(given, "model"), given))
+    model = _local(view, _open(_given(given, "model"), given), given)
     settings = _settings(view, given)
     if is_draft(model):
-        job = prepare_draft(model, _local(view, _target(given)), options, _wishes(given))
+        job = prepare_draft(model, _local(view, _target(given), given), options, _wishes(given))
     else:
         _refuse_target(given, model)
         job = prepare_target(model, options)
@@ -79,20 +84,21 @@ def run_verb(view: View, given: dict[str, Any]) -> None:
     view.show(plan_table(job.plan), check_table(str(out), report), tensor_table(report))
     view.show(f"next: quantize verify {out} --source {model.files.origin}")
     view.result(
-        ok=True,
-        source=model.files.origin,
-        output=str(out),
-        plan=job.plan.to_json(),
-        **report.to_json(),
+        True,
+        lambda: {
+            "source": model.files.origin,
+            "output": str(out),
+            "plan": job.plan.to_json(),
+            **report.to_json(),
+        },
     )
 
 
 def pair_verb(view: View, given: dict[str, Any]) -> None:
     """``quantize pair``: target and draft into one folder."""
-    target = _local(view, _open(_given(given, "target"), given))
-    draft = _local(
-        view, open_checkpoint(_given(given, "draft"), ignore_index=given["ignore_index"])
-    )
+    target = _local(view, _open(_given(given, "target"), given), given)
+    draft = open_checkpoint(_given(given, "draft"), ignore_index=given["ignore_index"])
+    draft = _local(view, draft, given)
     jobs = (
         prepare_target(target, _options(given, "")),
         prepare_draft(draft, target, _options(given, "draft_"), _wishes(given)),
@@ -103,13 +109,15 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
     out: Path = given["out"]
     _show_pair(view, jobs, reports, out)
     view.result(
-        ok=True,
-        source=target.files.origin,
-        draft_source=draft.files.origin,
-        output=str(out),
-        plan={name: job.plan.to_json() for name, job in zip(HALVES, jobs, strict=True)},
-        checks={name: report.to_json()["checks"] for name, report in reports.items()},
-        tensors={name: report.to_json()["tensors"] for name, report in reports.items()},
+        True,
+        lambda: {
+            "source": target.files.origin,
+            "draft_source": draft.files.origin,
+            "output": str(out),
+            "plan": {name: job.plan.to_json() for name, job in zip(HALVES, jobs, strict=True)},
+            "checks": {name: report.to_json()["checks"] for name, report in reports.items()},
+            "tensors": {name: report.to_json()["tensors"] for name, report in reports.items()},
+        },
     )
 
 
@@ -141,11 +149,13 @@ def verify_verb(view: View, given: dict[str, Any]) -> None:
     if unmeasured:
         view.show(f"{len(unmeasured)} checks not measured; hint: give --source and --draft-source")
     view.result(
-        ok=not failed and (allow or not unmeasured),
-        source=given["source"],
-        output=str(given["out"]),
-        checks={name: report.to_json()["checks"] for name, report in reports.items()},
-        tensors={name: report.to_json()["tensors"] for name, report in reports.items()},
+        not failed and (allow or not unmeasured),
+        lambda: {
+            "source": given["source"],
+            "output": str(given["out"]),
+            "checks": {name: report.to_json()["checks"] for name, report in reports.items()},
+            "tensors": {name: report.to_json()["tensors"] for name, report in reports.items()},
+        },
     )
 
 
@@ -166,11 +176,13 @@ def demo_verb(view: View, given: dict[str, Any]) -> None:
     failed = any(report.failed or report.unmeasured for report in reports.values())
     view.show(f"next: {out}/serve.sh serves the pair where vLLM has a kernel for mxfp4")
     view.result(
-        ok=not failed,
-        source=str(source),
-        output=str(out),
-        checks={name: report.to_json()["checks"] for name, report in reports.items()},
-        language_quality="not_measured",
+        not failed,
+        lambda: {
+            "source": str(source),
+            "output": str(out),
+            "checks": {name: report.to_json()["checks"] for name, report in reports.items()},
+            "language_quality": "not_measured",
+        },
     )
 
 
@@ -219,14 +231,12 @@ def _refuse_target(given: Mapping[str, Any], model: Checkpoint) -> None:
         )
 
 
-def _local(view: View, checkpoint: Checkpoint) -> Checkpoint:
+def _local(view: View, checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint with its weights on this machine: downloaded when it is on the Hub."""
     if checkpoint.path is not None:
         return checkpoint
-    from quantize.hub import download
-
     with view.stage(f"download {checkpoint.files.origin}", 0):
-        return open_checkpoint(str(download(checkpoint)))
+        return bring_local(checkpoint, ignore_index=given["ignore_index"])
 
 
 def _options(given: Mapping[str, Any], key: str) -> Options:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from schemes import fp8_rowwise, mxfp4
 from schemes.base import Scheme
 
 SCHEMES: tuple[Scheme, ...] = (mxfp4, fp8_rowwise)
 
 
+@cache
 def find_scheme(name: str) -> Scheme:
     """The scheme of a name or alias, in any case. Raises ValueError for an unknown one."""
     for scheme in SCHEMES:

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import write, write_llama
 
-from quantize.checkpoint import TORCH_NAMES, fingerprint, open_checkpoint, open_local
+from quantize.checkpoint import TORCH_NAMES, fingerprint, open_checkpoint
 from quantize.errors import BadCheckpoint
 from quantize.files import is_side_file
 from schemes.base import ITEM_BYTES
@@ -160,7 +160,7 @@ def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
 def test_fingerprint_tells_sources_apart(tmp_path: Path) -> None:
     path = pair(tmp_path / "m")
     (path / "tokenizer.json").write_text("{}")
-    before = fingerprint(open_local(str(path)))
+    before = fingerprint(open_checkpoint(str(path)))
     assert json.loads(json.dumps(before)) == before
     assert list(before) == ["config.json", INDEX, FIRST, SECOND, "tokenizer.json"]
     assert fingerprint(open_checkpoint(str(path))) == before

@@ -23,11 +23,13 @@ SMALL = "model.norm.weight"
 
 SCRIPT = """
 import json, sys
-from quantize.checkpoint import open_checkpoint, open_local
+from quantize.checkpoint import bring_local, open_checkpoint
 from quantize.errors import ToolError
 command, model, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 try:
-    checkpoint = (open_local if command == "local" else open_checkpoint)(model, **options)
+    checkpoint = open_checkpoint(model, **options)
+    if command == "local":
+        checkpoint = bring_local(checkpoint, ignore_index=options.get("ignore_index", False))
     result = {
         "origin": checkpoint.files.origin,
         "path": checkpoint.path and str(checkpoint.path),
