@@ -45,7 +45,6 @@ def write_tensors(
 
     Raises `BadCheckpoint` for a NaN or Inf, `BadOutput` when the disk is full.
     """
-    _check_disk(folder, shards)
     with ExitStack() as stack, _disk_errors(folder):
         places = _open_shards(folder, shards, stack)
         unsynced: list[str] = []
@@ -165,8 +164,9 @@ def _sync(places: dict[str, tuple[int, int]], journal: Journal, names: list[str]
     names.clear()
 
 
-def _check_disk(folder: Path, shards: Sequence[Shard]) -> None:
-    present = sum(path.stat().st_blocks * 512 for path in folder.glob("*.safetensors"))
+def check_disk(folder: Path, shards: Sequence[Shard]) -> None:
+    """The disk has room for what is still to be written. Raises `BadOutput`."""
+    present = sum(path.stat().st_blocks * 512 for path in folder.rglob("*.safetensors"))
     need = sum(shard.size for shard in shards) - present
     free = shutil.disk_usage(folder).free
     if need > free:

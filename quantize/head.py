@@ -8,6 +8,7 @@ from typing import Any
 from models.base import Family
 from quantize.checkpoint import Checkpoint
 from quantize.errors import BadPlan
+from quantize.report import Check
 
 CHUNK_BYTES = 8 << 20
 """Source bytes handled at a time: bounds memory whatever the tensor's size."""
@@ -51,33 +52,35 @@ def tie_flags(config: Mapping[str, Any]) -> dict[str, bool]:
     return flags
 
 
-def check_tie(family: Family, checkpoint: Checkpoint, *, compare: bool) -> None:
-    """The tie flags agree with the stored head. Raises `BadPlan` naming flag and tensor.
+def check_tie(family: Family, target: Checkpoint, *, compare: bool) -> Check:
+    """The target's tie flags agree with its head. Raises `BadPlan` naming flag and tensor.
 
-    ``compare`` reads the weights; without it only shapes are compared.
+    ``compare`` reads the weights where a flag says *tied* and a head is stored; without it that
+    case is not_measured.
     """
-    flags = tie_flags(checkpoint.config)
+    flags = tie_flags(target.config)
     tied = [path for path, flag in flags.items() if flag]
-    head, embedding = family.head, family.embedding
-    if head in checkpoint.specs:
-        if tied and embedding in checkpoint.specs:
-            _check_equal(tied[0], family, checkpoint, compare=compare)
-        elif tied and not family.draft:
-            raise BadPlan(
-                f"config.json: {tied[0]} is true and there is no {embedding}",
-                "the checkpoint is incomplete: download it again",
-            )
+    required = "the tie flags agree with the stored head"
+    if family.head not in target.specs:
+        _check_tied(family, target, flags)
+        return Check("tie flag", "pass", f"tied to {family.embedding}", required)
+    if not tied:
+        return Check("tie flag", "pass", f"{family.head} of its own", required)
+    _check_equal(tied[0], family, target, compare=compare)
+    if not compare:
+        return Check("tie flag", "not_measured", "needs the weights", required)
+    return Check("tie flag", "pass", f"{family.head} equals {family.embedding}", required)
+
+
+def _check_tied(family: Family, target: Checkpoint, flags: Mapping[str, bool]) -> None:
+    if family.embedding in target.specs and flags and all(flags.values()):
         return
-    if family.draft:
-        return
-    if embedding not in checkpoint.specs or not tied or not all(flags.values()):
-        said = ", ".join(f"{path}: {str(flag).lower()}" for path, flag in flags.items())
-        raise BadPlan(
-            f"there is no {head}, and config.json does not say plainly that it is tied to "
-            f"{embedding} ({said or f'no {TIE_FLAG} flag'})",
-            f'if the model is tied, set "{TIE_FLAG}": true at every level; otherwise a shard is '
-            "missing",
-        )
+    said = ", ".join(f"{path}: {str(flag).lower()}" for path, flag in flags.items())
+    raise BadPlan(
+        f"there is no {family.head}, and config.json does not say plainly that it is tied to "
+        f"{family.embedding} ({said or f'no {TIE_FLAG} flag'})",
+        f'if it is tied, set "{TIE_FLAG}": true at every level; otherwise a shard is missing',
+    )
 
 
 def _check_equal(flag: str, family: Family, checkpoint: Checkpoint, *, compare: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from models.base import Family
 from quantize.card import render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from quantize.engine import Advance, write_tensors
+from quantize.engine import Advance, check_disk, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
 from quantize.files import read_at
 from quantize.head import check_tie
@@ -58,7 +58,7 @@ class PairOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint to write. ``target`` is the draft's; ``checks`` are those of the pair."""
+    """One checkpoint to write. ``target`` is the draft's; ``checks`` were made before it."""
 
     source: Checkpoint
     plan: Plan
@@ -70,8 +70,8 @@ class Job:
 def prepare_target(source: Checkpoint, options: Options, *, compare: bool = True) -> Job:
     """Check and plan a target. ``compare`` reads weights where a check needs them."""
     family = _family(source, draft=False)
-    check_tie(family, source, compare=compare)
-    return Job(source, make_plan(source.specs, source.config, options), options)
+    tie = check_tie(family, source, compare=compare)
+    return Job(source, make_plan(source.specs, source.config, options), options, checks=(tie,))
 
 
 def prepare_draft(
@@ -106,6 +106,7 @@ def run_one(job: Job, out: Path, settings: Settings) -> Report:
     shards = _lay_out(job.plan, settings)
     check_out(out, _folders(job))
     with open_partial(out, _identity(job, settings), restart=settings.restart) as partial:
+        check_disk(partial, shards)
         report = _complete(job, shards, partial, "checkpoint", settings)
         _refuse_failed(report, partial)
         finish(partial, out)
@@ -123,6 +124,7 @@ def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> dict[str
     check_out(out, [*_folders(target), *_folders(draft)])
     identity = {name: _identity(job, settings) for name, job in jobs.items()}
     with open_partial(out, identity, restart=settings.restart) as partial:
+        check_disk(partial, [shard for shards in layouts.values() for shard in shards])
         reports = {}
         for name, job in jobs.items():
             (partial / name).mkdir(exist_ok=True)

@@ -16,16 +16,15 @@ from schemes.base import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a tensor is for; ``kind`` is quantized, optional or preserved (see `Family`)."""
+    """What a tensor is for; ``kind`` is quantized, optional or preserved (see `Family`).
+
+    ``head`` marks the tensor that serves as LM head: a tied target's is its embedding.
+    """
 
     spec: TensorSpec
     name: str
     kind: str
-
-    @property
-    def head(self) -> bool:
-        """Whether this is the LM head."""
-        return self.name == "head"
+    head: bool
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -61,6 +60,8 @@ def find_family(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> F
 
 def classify(family: Family, specs: Mapping[str, TensorSpec]) -> dict[str, Role]:
     """The role of every tensor. Raises `BadPlan` naming the tensors that have none."""
+    tied = family.head not in specs and not family.draft
+    head = family.embedding if tied else family.head
     roles = {}
     unknown = []
     for name, spec in specs.items():
@@ -68,7 +69,7 @@ def classify(family: Family, specs: Mapping[str, TensorSpec]) -> dict[str, Role]
         if found is None or (found[1] != "preserved" and len(spec.shape) != 2):
             unknown.append(f"{name} {spec.dtype} {list(spec.shape)}")
         else:
-            roles[name] = Role(spec, *found)
+            roles[name] = Role(spec, *found, head=name == head)
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise BadPlan(

@@ -50,7 +50,7 @@ def plan_verb(view: View, given: dict[str, Any]) -> None:
     view.show(*(plan_table(job.plan) for job in jobs))
     view.show(*(line for job in jobs for line in _plan_lines(job)))
     if checks:
-        view.show(check_table("pair", Report(tuple(checks))))
+        view.show(check_table("checks", Report(tuple(checks))))
     view.result(
         True,
         lambda: {
