@@ -6,11 +6,10 @@ the peak is set by `CHUNK_BYTES`, whatever the size of tensor, shard or model.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,9 +42,9 @@ def write_tensors(
 ) -> None:
     """Write every tensor of the plan that the journal does not list yet.
 
-    Raises `BadCheckpoint` for a NaN or Inf, `BadOutput` when the disk is full.
+    Raises `BadCheckpoint` for a NaN or Inf.
     """
-    with ExitStack() as stack, _disk_errors(folder):
+    with ExitStack() as stack:
         places = _open_shards(folder, shards, stack)
         unsynced: list[str] = []
         pending = 0
@@ -174,16 +173,3 @@ def check_disk(folder: Path, shards: Sequence[Shard]) -> None:
             f"{folder} needs {need} bytes more and its disk has {free} free",
             "free some space, or choose an -o on another disk",
         )
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise BadOutput(
-            f"the disk is full: {error.strerror} while writing {folder}",
-            "free some space and repeat the command: it continues where it stopped",
-        ) from error

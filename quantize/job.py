@@ -243,7 +243,7 @@ def _lay_out(plan: Plan, settings: Settings) -> tuple[Shard, ...]:
 def _identity(job: Job, settings: Settings) -> dict[str, Any]:
     """What makes two runs the same: sources, and every option that changes a byte."""
     return {
-        "source": {"origin": job.source.files.origin, "files": fingerprint(job.source)},
+        "source": fingerprint(job.source),
         "target": fingerprint(job.target) if job.target else None,
         "options": asdict(job.options),
         "dropped tensors": [e.source.name for e in job.plan.entries if not e.stored],

@@ -6,6 +6,7 @@ and the lock. It is removed after the rename.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -59,7 +60,8 @@ def check_out(out: Path, sources: list[Path]) -> None:
 def open_partial(out: Path, identity: Mapping[str, Any], *, restart: bool) -> Iterator[Path]:
     """``OUT.partial``, new or continued, locked against a second run.
 
-    Raises `BadOutput` when the folder is not ours, belongs to another run, or is in use.
+    Raises `BadOutput` when the folder is not ours, belongs to another run or is in use, and when
+    the disk is full.
     """
     partial = out.resolve().with_name(out.resolve().name + ".partial")
     _check_ours(partial)
@@ -75,7 +77,8 @@ def open_partial(out: Path, identity: Mapping[str, Any], *, restart: bool) -> It
         if restart:
             _clear(partial)
         _check_identity(partial, identity)
-        yield partial
+        with _disk_errors(partial):
+            yield partial
 
 
 @contextmanager
@@ -114,6 +117,19 @@ def finish(partial: Path, out: Path) -> None:
     os.fsync(descriptor)
     os.close(descriptor)
     shutil.rmtree(real / STATE)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise BadOutput(
+            f"the disk is full: {error.strerror} while writing {folder}",
+            "free some space and repeat the command: it continues where it stopped",
+        ) from error
 
 
 def _check_ours(partial: Path) -> None:
