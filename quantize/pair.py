@@ -32,6 +32,7 @@ def check_pair(
 ) -> tuple[Check, ...]:
     """Every check of the pair; ``compare`` reads the heads and embeddings, else not_measured."""
     target_family = find_family(target.specs, target.config)
+    _require_target(target_family, target)
     return (
         _check_vocabulary(target, draft),
         check_d2t(draft, _draft_vocab(draft), _vocab(target)),
@@ -41,6 +42,19 @@ def check_pair(
         _check_shared("embedding", target_family.embedding, target, draft, compare=compare),
         _check_head(target_family, target, draft, compare=compare, require=require_shared),
     )
+
+
+def _require_target(family: Family, target: Checkpoint) -> None:
+    if family.draft:
+        raise BadPair(
+            f"{target.files.origin} is an EAGLE-3 draft, expected its target",
+            "give the target first and the draft second, or the target as --target",
+        )
+    if family.embedding not in target.specs:
+        raise BadPair(
+            f"{target.files.origin}: there is no {family.embedding}, which drafts may share",
+            "the target is incomplete: download it again",
+        )
 
 
 def require_pair(checks: Iterable[Check]) -> None:
@@ -205,7 +219,8 @@ def _check_shared(
         return _check(name, shape[1] == hidden, measured, f"[{shape[0]}, {hidden}]", detail)
     if role == "embedding" and draft.specs[ours].shape != (_vocab(target), hidden):
         measured = f"{ours} {list(draft.specs[ours].shape)}"
-        return _check(name, False, measured, f"[{_vocab(target)}, {hidden}]", "")
+        detail = "the draft was trained for another target, or its config.json is wrong"
+        return _check(name, False, measured, f"[{_vocab(target)}, {hidden}]", detail)
     if draft.specs[ours].shape != target.specs[theirs].shape:
         return Check(name, "pass", NOT_SHARED, required, "the shapes differ")
     if not compare:
@@ -223,8 +238,8 @@ def _vocab(target: Checkpoint) -> int:
 
 
 def _draft_vocab(draft: Checkpoint) -> int:
-    value = draft.config.get("draft_vocab_size")
-    return _size(draft.config, "vocab_size", draft) if value is None else int(value)
+    pruned = draft.config.get("draft_vocab_size") is not None
+    return _size(draft.config, "draft_vocab_size" if pruned else "vocab_size", draft)
 
 
 def _size(config: Any, key: str, checkpoint: Checkpoint) -> int:
