@@ -61,6 +61,11 @@ def check_tie(family: Family, target: Checkpoint, *, compare: bool) -> Check:
     flags = tie_flags(target.config)
     tied = [path for path, flag in flags.items() if flag]
     required = "the tie flags agree with the stored head"
+    if family.embedding not in target.specs:
+        raise BadPlan(
+            f"{target.files.origin}: there is no {family.embedding}",
+            "the checkpoint is incomplete: download it again",
+        )
     if family.head not in target.specs:
         _check_tied(family, target, flags)
         return Check("tie flag", "pass", f"tied to {family.embedding}", required)
@@ -73,7 +78,7 @@ def check_tie(family: Family, target: Checkpoint, *, compare: bool) -> Check:
 
 
 def _check_tied(family: Family, target: Checkpoint, flags: Mapping[str, bool]) -> None:
-    if family.embedding in target.specs and flags and all(flags.values()):
+    if flags and all(flags.values()):
         return
     said = ", ".join(f"{path}: {str(flag).lower()}" for path, flag in flags.items())
     raise BadPlan(

@@ -102,12 +102,10 @@ def make_plan(
     roles = classify(family, specs)
     check_layers(family, specs, config)
     _check_patterns(family, roles, options)
-    tied = family.head not in specs and not family.draft
-    head = family.embedding if tied else family.head
     entries = tuple(
         _dropped(roles[name], dropped[name])
         if dropped and name in dropped
-        else _decide(roles[name], options, head)
+        else _decide(roles[name], options)
         for name in specs
     )
     _check_fused(family, entries)
@@ -144,8 +142,7 @@ def resolve_scheme(name: str) -> str:
         raise BadPlan(str(error), f"or {BF16_SCHEME}, which leaves the model as it is") from error
 
 
-def _decide(role: Role, options: Options, head: str) -> Entry:
-    """``head`` names the tensor that serves as head: a tied model's is its embedding."""
+def _decide(role: Role, options: Options) -> Entry:
     scheme, reason = _choose(role, options)
     spec = role.spec
     if scheme is not None and scheme != BF16_SCHEME:
@@ -157,7 +154,7 @@ def _decide(role: Role, options: Options, head: str) -> Entry:
             return _entry(role, scheme, find_scheme(scheme).stored(spec), reason)
         reason = f"stays as it is: {misfit}"
     stored = spec
-    if spec.name == head and spec.dtype != "BF16":
+    if role.head and spec.dtype != "BF16":
         stored, reason = _cast_head(spec, options)
     return _entry(role, None, (stored,), reason)
 
