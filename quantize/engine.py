@@ -82,11 +82,14 @@ def transform(
         return
     tensor = source.tensor(entry.source.name, start, stop)
     check_finite(source, entry.source.name, tensor, start)
+    cast = cast_head(entry, tensor) if entry.scheme is None else cast_weight(tensor)
+    if cast is not tensor:
+        check_finite(source, entry.source.name, cast, start, " when rounded to BF16")
     if entry.scheme is None:
-        yield tensor_bytes(cast_head(entry, tensor))
+        yield tensor_bytes(cast)
         return
     try:
-        pieces = find_scheme(entry.scheme).quantize(cast_weight(tensor).to(device))
+        pieces = find_scheme(entry.scheme).quantize(cast.to(device))
     except ValueError as error:
         raise BadCheckpoint(
             f"{source.files.origin}/{source.shard_of[entry.source.name]}: {entry.source.name} rows "
@@ -116,7 +119,9 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def check_finite(source: Checkpoint, name: str, tensor: Tensor, start: int) -> None:
+def check_finite(
+    source: Checkpoint, name: str, tensor: Tensor, start: int, rounded: str = ""
+) -> None:
     """Raise `BadCheckpoint` with the first index of a NaN or Inf; rows begin at ``start``."""
     import torch
 
@@ -127,8 +132,8 @@ def check_finite(source: Checkpoint, name: str, tensor: Tensor, start: int) -> N
     if first:
         first[0] += start
     raise BadCheckpoint(
-        f"{source.files.origin}/{source.shard_of[name]}: {name}{first} is {value}, expected finite "
-        "values",
+        f"{source.files.origin}/{source.shard_of[name]}: {name}{first} is {value}{rounded}, "
+        "expected finite values",
         "the source is damaged or its training diverged: get a good copy",
     )
 
