@@ -200,15 +200,20 @@ def test_rows_are_independent(scheme: Scheme) -> None:
 
 
 def test_quark_stores_nan_for_the_fp8_rows_we_refuse(export: Export, tmp_path: Path) -> None:
-    weight = torch.zeros(3, 32, dtype=torch.bfloat16)
-    weight[0, 0], weight[1, 0], weight[2, 0] = 1.0, 448 * 2.0**-126, 2.0**-126
-    assert_same = [raw(tensor) for tensor in fp8_rowwise.define(weight[:2])]
-    assert [raw(tensor) for tensor in fp8_rowwise.quantize(weight[:2])] == assert_same
+    weight = torch.zeros(4, 32, dtype=torch.bfloat16)
+    weight[:, 0] = torch.tensor([1.0, 448 * 2.0**-126, 2.1875 * 2.0**-125, 2.0**-126])
+    weight[2, 1] = weight[2, 0] / 2
+    accepted = [raw(tensor) for tensor in fp8_rowwise.quantize(weight[:2])]
+    assert accepted == [raw(tensor) for tensor in fp8_rowwise.define(weight[:2])]
     with pytest.raises(ValueError, match="row 2"):
         fp8_rowwise.quantize(weight)
     source = tiny.write(tmp_path / "source", tiny.llama_config(), {"a.weight": weight})
     exported, _ = export(source, fp8_rowwise)
-    assert exported["a.weight"].float().isnan().any(dim=1).tolist() == [False, False, True]
+    # The scale of row 2 has no digits left in BF16, that of row 3 is zero.
+    stored = fp8_rowwise.dequantize(exported["a.weight"], exported["a.weight_scale"])
+    assert stored[2, 1] > 1.2 * weight[2, 1].float()
+    assert stored.isnan().any(dim=1).tolist() == [False, False, False, True]
+    assert raw(fp8_rowwise.define(weight)[0][:3]) == raw(exported["a.weight"][:3])
 
 
 def test_quark_stores_infinity_for_the_mxfp4_weights_we_refuse(
