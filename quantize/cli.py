@@ -178,39 +178,32 @@ class View:
 def main() -> None:
     """Run the command line; exit codes: 0 passed, 1 refused or failed, 2 usage, 130 interrupted."""
     try:
-        code = cli(standalone_mode=False)
+        code = cli(prog_name="quantize", standalone_mode=False)
     except ToolError as error:
-        code = _refuse(error)
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        code = _end(1, error.message, error.hint)
     except click.UsageError as error:
         error.show()
-        code = 2
+        code = _end(2, error.format_message(), "quantize VERB --help tells the options")
     except (click.Abort, KeyboardInterrupt):
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        code = 130
+        hint = "the same command continues where it stopped"
+        print(f"interrupted; {hint}", file=sys.stderr)
+        code = _end(130, "interrupted", hint)
     except BrokenPipeError:
         sys.stderr.close()
         code = 1
     sys.exit(code)
 
 
-def _refuse(error: ToolError) -> int:
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+def _end(code: int, message: str, hint: str) -> int:
+    """With --json, an error too is one object on stdout."""
     if "--json" in sys.argv:
-        print(
-            json.dumps(
-                {
-                    "tool": "pairquant",
-                    "version": __version__,
-                    "command": next((arg for arg in sys.argv[1:] if arg in cli.commands), ""),
-                    "ok": False,
-                    "error": error.message,
-                    "hint": error.hint,
-                }
-            )
-        )
-    return 1
+        command = next((arg for arg in sys.argv[1:] if arg in cli.commands), "")
+        head = {"tool": "pairquant", "version": __version__, "command": command}
+        print(json.dumps({**head, "ok": False, "error": message, "hint": hint}))
+    return code
 
 
 if __name__ == "__main__":

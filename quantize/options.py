@@ -33,7 +33,9 @@ class Verb(click.Command):
         known = spellings(*MANY_VALUES)
         spread: list[str] = []
         option = ""
-        for arg in args:
+        for arg, after in zip(args, [*args[1:], "-"], strict=False):
+            if arg in known and after.startswith("-"):
+                raise click.UsageError(f"{arg} needs at least one value", ctx)
             if arg.startswith("-"):
                 option = arg if arg in known else ""
                 spread += [] if option else [arg]
@@ -67,27 +69,56 @@ class Size(click.ParamType[int]):
 
 
 def read_recipe(ctx: click.Context, _: click.Parameter, value: Path | None) -> None:
-    """Let a YAML file set any option of the verb; unknown keys are a usage error."""
+    """Let a YAML file set any option of the verb; a usage error names a key that cannot be."""
     if value is None:
         return
     import yaml
 
-    recipe = yaml.safe_load(value.read_text(encoding="utf-8"))
+    try:
+        recipe = yaml.safe_load(value.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"{value}: this is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise click.UsageError(f"{value}: expected a mapping of option names to values")
-    names = {
-        spelling.lstrip("-").replace("-", "_"): param.name
+    # Not the negative spelling of a flag: it would turn the recipe's value around.
+    known = {
+        spelling.lstrip("-").replace("-", "_"): param
         for param in ctx.command.params
         if param.name != "recipe"
-        for spelling in (*param.opts, *param.secondary_opts)
+        for spelling in param.opts
     }
-    known = {str(key): names.get(str(key).replace("-", "_")) for key in recipe}
-    unknown = [key for key, name in known.items() if name is None]
-    if unknown:
-        raise click.UsageError(
-            f"{value}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(names))}"
+    chosen: dict[str, Any] = {}
+    for key, item in recipe.items():
+        param = known.get(str(key).replace("-", "_"))
+        if param is None:
+            names = ", ".join(sorted(known))
+            raise click.UsageError(f"{value}: unknown key {key!r}; known are {names}")
+        if param.name in chosen:
+            raise click.UsageError(f"{value}: {key!r} sets what another key sets")
+        chosen[str(param.name)] = _recipe_value(param, item, f"{value}: {key}")
+    ctx.default_map = chosen
+
+
+def _recipe_value(param: click.Parameter, item: Any, where: str) -> Any:
+    """What click takes: a repeatable option's values as a list, where one may stand alone."""
+
+    def fits(one: Any) -> bool:
+        if param.nargs == 1:
+            return isinstance(one, (str, int, float))
+        return (
+            isinstance(one, list)
+            and len(one) == param.nargs
+            and all(isinstance(part, str) for part in one)
         )
-    ctx.default_map = {str(known[str(key)]): item for key, item in recipe.items()}
+
+    if fits(item):
+        return [item] if param.multiple else item
+    if param.multiple and isinstance(item, list) and all(map(fits, item)):
+        return item
+    one = "one value" if param.nargs == 1 else f"a list of {param.nargs} values"
+    raise click.UsageError(
+        f"{where}: found {item!r}, expected {one}{' or a list of such' if param.multiple else ''}"
+    )
 
 
 def apply(*decorators: Decorator[Any]) -> Decorator[Any]:
@@ -111,9 +142,9 @@ def model_options(role: str, scheme: str | None) -> Decorator[Any]:
             *spellings(*names),
             f"{key}scheme",
             metavar="SCHEME",
-            default=scheme,
             show_default=True,
-            required=scheme is None,
+            # To click, a default of None would be a value: nothing would be required.
+            **({"default": scheme} if scheme else {"required": True}),
             help=f"mxfp4, fp8_rowwise or bf16, for the {role}.",
         ),
         click.option(

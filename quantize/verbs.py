@@ -42,6 +42,7 @@ def plan_verb(view: View, given: dict[str, Any]) -> None:
         options = _options(given, "")
         jobs = [prepare_draft(model, _target(given), options, wishes, compare=False)]
     else:
+        _refuse_target(given, model)
         jobs = [prepare_target(model, _options(given, ""), compare=False)]
     if given["draft"]:
         draft = open_checkpoint(given["draft"])
@@ -96,8 +97,9 @@ def run_verb(view: View, given: dict[str, Any]) -> None:
 
 def pair_verb(view: View, given: dict[str, Any]) -> None:
     """``quantize pair``: target and draft into one folder."""
-    target = _local(view, _open(_given(given, "target"), given), given)
-    draft = open_checkpoint(_given(given, "draft"), ignore_index=given["ignore_index"])
+    names = _given(given, "target"), _given(given, "draft")
+    target = _local(view, _open(names[0], given), given)
+    draft = open_checkpoint(names[1], ignore_index=given["ignore_index"])
     draft = _local(view, draft, given)
     jobs = (
         prepare_target(target, _options(given, "")),
