@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantize.checkpoint import Checkpoint
-from quantize.errors import BadCheckpoint, BadOutput
+from quantize.entry import Entry
+from quantize.errors import BadCheckpoint, BadOutput, ToolError
 from quantize.head import row_chunks
 from quantize.layout import Shard
-from quantize.plan import Entry, Plan
+from quantize.plan import Plan
 from quantize.workdir import Journal
 from schemes import find_scheme
+from schemes.quark_setup import build_lock, import_quark, missing_compiler, needs_build
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +29,32 @@ if TYPE_CHECKING:
 Advance = Callable[[int], None]
 """Reports source bytes done, for progress."""
 
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
+"""Shows one stage of known size (bytes; 0 unknown) as it advances."""
+
 FLOATS = ("F64", "F32", "F16", "BF16")
 SYNC_BYTES = 256 << 20
+
+
+def load_quark(plans: Iterable[Plan], stage: Stage) -> None:
+    """Import Quark and build its kernels before the bars start: both take long and show nothing.
+
+    Raises `ToolError` naming the C++ compiler that a first build lacks.
+    """
+    if not any(entry.scheme for plan in plans for entry in plan.entries):
+        return
+    text = "load AMD Quark"
+    if needs_build():
+        text = "compile AMD Quark's C++ extension (first use only: one to several minutes)"
+        if compiler := missing_compiler():
+            raise ToolError(
+                f"AMD Quark compiles a C++ extension on first use, and {compiler} is not on PATH",
+                "install a C++ compiler (Debian and Ubuntu: apt-get install g++), or set CXX",
+            )
+    if lock := build_lock():
+        text += f" (waits while {lock} exists: remove it if no other build is running)"
+    with stage(text, 0):
+        import_quark()
 
 
 def write_tensors(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from models.base import Family
 from quantize.card import render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from quantize.engine import Advance, check_disk, write_tensors
+from quantize.engine import Stage, check_disk, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
 from quantize.files import read_at
 from quantize.head import check_tie
@@ -31,9 +30,6 @@ from quantize.workdir import check_out, finish, open_journal, open_partial, writ
 REPORT = "quantization_report.json"
 PAIR_REPORT = "report.json"
 HALVES = ("target", "draft")
-
-Stage = Callable[[str, int], AbstractContextManager[Advance]]
-"""Shows one stage of known size (bytes) as it advances."""
 
 
 @dataclass(frozen=True)

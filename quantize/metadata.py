@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.base import Family
+from quantize.entry import Entry
 from quantize.vllm_names import choose_layer_keys, list_exclusions
 from schemes import find_scheme
 from schemes.quark_config import quantization_config
-
-if TYPE_CHECKING:
-    from quantize.plan import Entry
 
 LINEAR_ROLES = ("router",)
 """Preserved roles that vLLM builds as linear layers, beside the quantizable ones and the head."""

@@ -9,6 +9,7 @@ from fnmatch import translate
 from typing import Any, Literal
 
 from models.base import Family
+from quantize.entry import Entry, entry_from_json, entry_to_json
 from quantize.errors import BadPlan
 from quantize.metadata import build_quantization_config
 from quantize.roles import Role, check_layers, check_not_quantized, classify, find_family
@@ -19,23 +20,6 @@ BF16_SCHEME = "bf16"
 """The scheme that leaves a model as it is."""
 
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The fate of one source tensor.
-
-    ``scheme`` None means preserved; ``stored`` empty means dropped on purpose. A weight that is
-    not BF16 is cast before it is quantized, and a preserved tensor whose stored dtype differs
-    from its source's is cast; both need the user's consent.
-    """
-
-    source: TensorSpec
-    source_format: str
-    role: str
-    scheme: str | None
-    stored: tuple[TensorSpec, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,7 @@ class Plan:
             "notes": list(self.notes),
             "bytes_before": sum(entry.source.nbytes for entry in self.entries),
             "bytes_after": sum(spec.nbytes for spec in self.stored.values()),
-            "tensors": [_entry_to_json(entry) for entry in self.entries],
+            "tensors": [entry_to_json(entry) for entry in self.entries],
             "quantization_config": self.quantization_config,
         }
 
@@ -285,35 +269,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    return {
-        **_spec_to_json(entry.source),
-        "source_format": entry.source_format,
-        "role": entry.role,
-        "scheme": entry.scheme,
-        "stored": [_spec_to_json(spec) for spec in entry.stored],
-        "reason": entry.reason,
-    }
-
-
-def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
-
-
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """The plan that `Plan.to_json` wrote."""
     return Plan(
-        entries=tuple(
-            Entry(
-                source=_spec(item),
-                source_format=item["source_format"],
-                role=item["role"],
-                scheme=item["scheme"],
-                stored=tuple(_spec(spec) for spec in item["stored"]),
-                reason=item["reason"],
-            )
-            for item in data["tensors"]
-        ),
+        entries=tuple(entry_from_json(item) for item in data["tensors"]),
         family=data["family"],
         kind=data["kind"],
         scheme=data["scheme"],
@@ -322,7 +281,3 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         target_layers=data["target_layers"],
         notes=tuple(data["notes"]),
     )
-
-
-def _spec(item: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(item["name"], item["dtype"], tuple(item["shape"]))

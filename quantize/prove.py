@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from quantize.activations import TOKENS, seeded_activations
 from quantize.checkpoint import Checkpoint
 from quantize.engine import FLOATS, cast_head, cast_weight, check_finite, tensor_bytes
+from quantize.entry import Entry
 from quantize.errors import BadCheckpoint
 from quantize.head import row_chunks
-from quantize.plan import Entry
 from quantize.report import TensorProof
 from schemes import find_scheme
 

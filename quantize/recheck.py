@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quantize.checkpoint import Checkpoint, open_checkpoint
+from quantize.engine import Stage
 from quantize.errors import BadOutput, ToolError
-from quantize.job import HALVES, PAIR_REPORT, REPORT, Stage
+from quantize.job import HALVES, PAIR_REPORT, REPORT
 from quantize.pair import check_pair, redundant_tensors
 from quantize.plan import Options, Plan, make_plan, plan_from_json
 from quantize.report import Check, Report

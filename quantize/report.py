@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from quantize.plan import Entry, Plan
+    from quantize.entry import Entry
+    from quantize.plan import Plan
 
 Status = Literal["pass", "fail", "not_measured"]
 

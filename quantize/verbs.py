@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from quantize.checkpoint import Checkpoint, bring_local, open_checkpoint
+from quantize.engine import load_quark
 from quantize.errors import BadOutput, ToolError
 from quantize.job import (
     HALVES,
@@ -21,12 +22,10 @@ from quantize.job import (
     run_one,
     run_pair,
 )
-from quantize.plan import BF16_SCHEME, Options, resolve_scheme
+from quantize.plan import Options, resolve_scheme
 from quantize.recheck import verify_output
 from quantize.report import Check, Report, check_table, junit_xml, plan_table, tensor_table
-
-if TYPE_CHECKING:
-    from quantize.cli import View
+from quantize.view import View
 
 LANGUAGE_QUALITY = Check(
     "language quality", "not_measured", "no evaluation was run", "not part of this command"
@@ -79,7 +78,7 @@ def run_verb(view: View, given: dict[str, Any]) -> None:
     else:
         _refuse_target(given, model)
         job = prepare_target(model, options)
-    _load_quark(view, [job])
+    load_quark([job.plan], view.stage)
     out: Path = given["out"]
     report = run_one(job, out, settings)
     view.show(plan_table(job.plan), check_table(str(out), report), tensor_table(report))
@@ -106,7 +105,7 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
         prepare_draft(draft, target, _options(given, "draft_"), _wishes(given)),
     )
     settings = _settings(view, given)
-    _load_quark(view, jobs)
+    load_quark([job.plan for job in jobs], view.stage)
     reports = run_pair(*jobs, given["out"], settings)
     out: Path = given["out"]
     _show_pair(view, jobs, reports, out)
@@ -194,7 +193,7 @@ def _make_demo(view: View, source: Path, draft: Path, out: Path) -> dict[str, Re
         prepare_target(target, Options("mxfp4")),
         prepare_draft(open_checkpoint(str(draft)), target, Options("fp8_rowwise"), PairOptions()),
     )
-    _load_quark(view, jobs)
+    load_quark([job.plan for job in jobs], view.stage)
     view.show(*(plan_table(job.plan) for job in jobs))
     settings = Settings(view.argv, view.stage, max_shard_size=5 * 10**9, device=_device("auto"))
     return run_pair(*jobs, out, settings)
@@ -281,24 +280,3 @@ def _device(name: str) -> str:
     if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
         raise BadOutput(f"--device {name}: torch finds no such device", "use --device cpu")
     return name
-
-
-def _load_quark(view: View, jobs: Iterable[Job]) -> None:
-    """Import Quark and build its kernels before the bars start: both take long and show nothing."""
-    used = {entry.scheme for job in jobs for entry in job.plan.entries} - {None, BF16_SCHEME}
-    if not used:
-        return
-    from schemes.quark_setup import build_lock, import_quark, missing_compiler, needs_build
-
-    text = "load AMD Quark"
-    if needs_build():
-        text = "compile AMD Quark's C++ extension (first use only: one to several minutes)"
-        if compiler := missing_compiler():
-            raise ToolError(
-                f"AMD Quark compiles a C++ extension on first use, and {compiler} is not on PATH",
-                "install a C++ compiler (Debian and Ubuntu: apt-get install g++), or set CXX",
-            )
-    if lock := build_lock():
-        text += f" (waits while {lock} exists: remove it if no other build is running)"
-    with view.stage(text, 0):
-        import_quark()

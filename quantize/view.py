@@ -1,0 +1,73 @@
+"""What the user sees of one command: progress and tables on stderr, the result on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class View:
+    """What the user sees of one command: progress and tables on stderr, results on stdout."""
+
+    def __init__(self, command: str, given: dict[str, Any]) -> None:
+        self.command = command
+        self.as_json: bool = given.pop("as_json")
+        self.quiet: bool = given.pop("quiet")
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line as the user typed it."""
+        return ("quantize", *sys.argv[1:])
+
+    @contextmanager
+    def stage(self, text: str, size: int) -> Iterator[Any]:
+        """A progress bar over ``size`` bytes, or a spinner when the size is 0."""
+        if self.quiet:
+            yield lambda _: None
+            return
+        from rich import progress
+
+        with progress.Progress(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TimeElapsedColumn(),
+            *((progress.DownloadColumn(), progress.TransferSpeedColumn()) if size else ()),
+            *((progress.TimeRemainingColumn(),) if size else ()),
+            console=self.console,
+        ) as bar:
+            task = bar.add_task(text, total=size or None)
+            yield lambda done: bar.advance(task, done)
+            if not size:
+                bar.update(task, total=1, completed=1)
+
+    @property
+    def console(self) -> Any:
+        """Rich's console on stderr; colour only on a terminal and without NO_COLOR."""
+        from rich.console import Console
+
+        return Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+
+    def show(self, *tables: Any) -> None:
+        """Print tables and lines for people, unless --quiet."""
+        if not self.quiet:
+            console = self.console
+            for table in tables:
+                console.print(table)
+
+    def result(self, ok: bool, parts: Callable[[], dict[str, Any]]) -> None:
+        """End the command: one JSON object with --json, and exit code 0 or 1.
+
+        ``parts`` is called for JSON alone: a plan of 70,000 tensors takes a while to spell out.
+        """
+        if self.as_json:
+            from quantize.provenance import provenance
+
+            made = provenance(self.argv)
+            head = {"tool": made["tool"], "version": made["version"], "command": self.command}
+            body = dict.fromkeys(("source", "output", "plan", "checks"))
+            print(json.dumps({**head, "ok": ok, **body, **parts(), "provenance": made}))
+        sys.exit(0 if ok else 1)
