@@ -100,7 +100,7 @@ def serve(target: Path, draft: Path | None, log: Path, tokens: int = 3) -> Itera
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(target), "--served-model-name", "model"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--max-num-seqs", str(CONCURRENCY), "--max-model-len", "2048"]
+    command += ["--max-num-seqs", str(CONCURRENCY), "--max-model-len", "2048", "--enforce-eager"]
     if draft is not None:
         speculative = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": tokens}
         command += ["--speculative-config", json.dumps(speculative)]
