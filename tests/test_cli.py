@@ -92,6 +92,7 @@ SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",

@@ -328,6 +328,13 @@ def test_tensors_that_do_not_fit_are_refused(
     refuse(write_draft(tmp_path, extra), target, *words)
 
 
+def test_a_size_that_the_stored_fc_contradicts_is_refused(
+    tmp_path: Path, target: Checkpoint
+) -> None:
+    draft = write_draft(tmp_path, {"fc.weight": random(64, 192)}, target_hidden_size=96)
+    refuse(draft, target, "target_hidden_size 96", "target_hidden_size 64")
+
+
 def norms(names: tuple[str, ...], size: int) -> Tensors:
     return {name: torch.ones(size, dtype=torch.bfloat16) for name in names}
 

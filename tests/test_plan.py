@@ -273,6 +273,26 @@ def test_a_target_without_embedding_or_norm_is_refused(lost: str) -> None:
     assert "incomplete" in hint
 
 
+def test_a_fused_member_that_all_layers_lack_is_refused() -> None:
+    specs = {n: s for n, s in target_specs().items() if "v_proj" not in n}
+    message, _ = refuse(specs, config("NovelForCausalLM"), Options("mxfp4"))
+    assert "self_attn.v_proj.weight" in message
+
+
+def test_a_lone_member_of_a_fused_module_may_be_all_there_is() -> None:
+    specs = {n: s for n, s in target_specs().items() if "gate_proj" not in n}
+    plan = make_plan(specs, config("NovelForCausalLM"), Options("mxfp4"))
+    assert fates(plan)["model.layers.0.mlp.up_proj.weight"] == "mxfp4"
+
+
+def test_a_bias_that_one_layer_lacks_is_refused() -> None:
+    specs = target_specs()
+    add(specs, "model.layers.0.self_attn.q_proj.bias", 64)
+    message, _ = refuse(specs, config("Qwen2ForCausalLM"), Options("mxfp4"))
+    assert "layer 1" in message
+    assert "self_attn.q_proj.bias" in message
+
+
 def test_a_missing_norm_of_one_layer_is_refused() -> None:
     specs = target_specs()
     del specs["model.layers.1.input_layernorm.weight"]
