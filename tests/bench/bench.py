@@ -43,20 +43,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one finished process took: seconds of wall time, bytes of peak resident memory."""
+    """What one finished process took: seconds of wall and of processor time, peak bytes."""
 
     seconds: float
+    processor: float
     peak: int
 
 
 def main() -> int:
     """Run all benchmarks, in a temporary folder beside the results."""
     RESULTS.mkdir(exist_ok=True)
+    machine = describe_machine()
     with TemporaryDirectory(prefix="work-", dir=RESULTS) as work:
         rows = measure_start() + measure_plan(Path(work) / "trillion")
         for scheme in SCHEMES:
             rows += measure_run(Path(work), scheme)
-    machine = describe_machine()
     time_now = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%SZ")
     result = {"time": time_now, "machine": machine, "rows": [asdict(row) for row in rows]}
     (RESULTS / f"{time_now}.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -81,6 +82,7 @@ def measure_plan(folder: Path) -> list[Row]:
     return [
         Row("plan, parameters", parameters / 1e12, "10^12"),
         Row("plan", usage.seconds, "s", 5),
+        Row("plan, processor time", usage.processor, "s"),
         Row("plan, peak memory", usage.peak / 1e6, "MB"),
         Row("plan, heavy imports", len(find_heavy(*arguments)), "", 0),
     ]
@@ -100,6 +102,7 @@ def measure_run(work: Path, scheme: str) -> list[Row]:
         rows += [
             Row(f"{name}: weights", size / 1e9, "GB"),
             Row(f"{name}: time", usage.seconds, "s"),
+            Row(f"{name}: processor time", usage.processor, "s"),
             Row(f"{name}: rate", size / 1e9 / usage.seconds, "GB/s"),
             Row(f"{name}: peak memory", usage.peak / 1e6, "MB"),
         ]
@@ -122,7 +125,8 @@ def run_tool(*arguments: str) -> Usage:
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise SystemExit(f"quantize ended with {child.returncode}:\n{messages[-4000:]}")
-    return Usage(time.monotonic() - start, used.ru_maxrss * 1024)
+    seconds = time.monotonic() - start
+    return Usage(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
 
 def find_heavy(*arguments: str) -> set[str]:
@@ -134,8 +138,8 @@ def find_heavy(*arguments: str) -> set[str]:
     return {name for name in HEAVY if name in imported}
 
 
-def describe_machine() -> dict[str, str | int]:
-    """Processor, cores, memory and Python of this machine."""
+def describe_machine() -> dict[str, str | float]:
+    """Processor, cores, memory, Python; and how busy the machine is, which wall times depend on."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -144,10 +148,11 @@ def describe_machine() -> dict[str, str | int]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory / 1e9),
         "python": sys.version.split()[0],
+        "load": round(os.getloadavg()[0], 1),
     }
 
 
-def show(machine: dict[str, str | int], rows: list[Row]) -> None:
+def show(machine: dict[str, str | float], rows: list[Row]) -> None:
     """Print the table on stdout."""
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for row in rows:
