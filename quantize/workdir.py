@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from quantize.errors import BadOutput
 
 STATE = ".pairquant"
+PARTIAL = ".partial"
 
 
 @dataclass
@@ -44,11 +45,20 @@ def check_out(out: Path, sources: list[Path]) -> None:
                 f"output folder {out} is inside, above or equal to the source {source}",
                 "choose a folder elsewhere with -o",
             )
+    if real.name.endswith(PARTIAL):
+        raise BadOutput(
+            f"output {out}: names that end in {PARTIAL} are those of unfinished runs",
+            "choose another -o",
+        )
+    if (real / STATE).is_dir():
+        # The run before this one was stopped between its rename and its last clean-up.
+        shutil.rmtree(real / STATE)
+    _check_free(out)
+
+
+def _check_free(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise BadOutput(f"output {out} is a file, expected a new folder", "choose another -o")
-    if out.is_dir() and (out / STATE).is_dir():
-        # The run before this one was stopped between its rename and its last clean-up.
-        shutil.rmtree(out / STATE)
     if out.is_dir() and any(out.iterdir()):
         raise BadOutput(
             f"output folder {out} is not empty (it holds {_some(out)})",
@@ -63,35 +73,40 @@ def open_partial(out: Path, identity: Mapping[str, Any], *, restart: bool) -> It
     Raises `BadOutput` when the folder is not ours, belongs to another run or is in use, and when
     the disk is full.
     """
-    partial = out.resolve().with_name(out.resolve().name + ".partial")
+    partial = out.resolve().with_name(out.resolve().name + PARTIAL)
     _check_ours(partial)
     state = partial / STATE
-    state.mkdir(parents=True, exist_ok=True)
-    with (state / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadOutput(
-                f"another run is writing {partial}", "wait for it, or choose another -o"
-            ) from None
-        if restart:
-            _clear(partial)
-        _check_identity(partial, identity)
-        with _disk_errors(partial):
+    with _disk_errors(partial):
+        state.mkdir(parents=True, exist_ok=True)
+        with (state / "lock").open("w") as lock:
+            _lock(lock, partial)
+            _check_free(out)  # the run that held the lock may have finished meanwhile
+            if restart:
+                _clear(partial)
+            _check_identity(partial, identity)
             yield partial
+
+
+def _lock(lock: TextIO, partial: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadOutput(
+            f"another run is writing {partial}", "wait for it, or choose another -o"
+        ) from None
 
 
 @contextmanager
 def open_journal(partial: Path, name: str) -> Iterator[Journal]:
     """The journal of one checkpoint of the run."""
     path = partial / STATE / f"{name}.journal"
-    text = path.read_text() if path.exists() else ""
+    path.touch()
+    data = path.read_bytes()
     # A kill can cut the last line; only complete lines count.
-    complete = text[: text.rfind("\n") + 1]
-    with path.open("w") as file:
-        file.write(complete)
-        file.flush()
-        yield Journal(file, frozenset(complete.splitlines()))
+    complete = data[: data.rfind(b"\n") + 1]
+    os.truncate(path, len(complete))
+    with path.open("a", encoding="utf-8") as file:
+        yield Journal(file, frozenset(complete.decode().split("\n")))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -116,7 +131,8 @@ def finish(partial: Path, out: Path) -> None:
     descriptor = os.open(real.parent, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-    shutil.rmtree(real / STATE)
+    # Another run that found the complete folder may be cleaning it up, too.
+    shutil.rmtree(real / STATE, ignore_errors=True)
 
 
 @contextmanager
@@ -152,24 +168,39 @@ def _check_identity(partial: Path, identity: Mapping[str, Any]) -> None:
     before = json.loads(path.read_text(encoding="utf-8"))
     after = json.loads(json.dumps(identity))
     if before != after:
-        changed = sorted(key for key in before | after if before.get(key) != after.get(key))
+        changed = list(_changes(before, after))
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise BadOutput(
-            f"{partial} belongs to a run with other {' and '.join(changed)}",
+            f"{partial} belongs to a run with other {', '.join(changed[:3])}{more}",
             "repeat the earlier command to continue it, or add --restart to begin anew",
         )
 
 
+def _changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """The dotted names of what differs, for example ``options.scheme``."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted(before | after):
+            yield from _changes(before.get(key), after.get(key), f"{path}.{key}".lstrip("."))
+    elif before != after:
+        yield path
+
+
 def _clear(partial: Path) -> None:
-    """Remove what an earlier run of ours wrote there (the lock in use stays)."""
+    """Remove what an earlier run of ours wrote there (the lock in use stays).
+
+    Journals go first and the identity last: whatever stops us, no journal outlives the tensors
+    or the options that it speaks of.
+    """
+    state = partial / STATE
+    for journal in state.glob("*.journal"):
+        journal.unlink()
     for path in partial.iterdir():
-        if path.name == STATE:
-            for state in path.iterdir():
-                if state.name != "lock":
-                    state.unlink()
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            if path != state:
+                shutil.rmtree(path)
         else:
             path.unlink()
+    (state / "run.json").unlink(missing_ok=True)
 
 
 def _some(folder: Path) -> str:

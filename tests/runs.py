@@ -45,8 +45,8 @@ def target_job(source: Path, scheme: str, **options: Any) -> Job:
 
 def draft_job(source: Path, target: Path, scheme: str, **options: Any) -> Job:
     """The job of a draft checkpoint."""
-    opened = (open_checkpoint(str(path)) for path in (source, target))
-    return prepare_draft(*opened, Options(scheme, **options), PairOptions())
+    draft, opened = (open_checkpoint(str(path)) for path in (source, target))
+    return prepare_draft(draft, opened, Options(scheme, **options), PairOptions())
 
 
 def run(source: Path, out: Path, scheme: str, **changes: Any) -> Report:

@@ -253,7 +253,7 @@ def test_shards_load_and_stay_within_their_size(scheme: str, source: Path, tmp_p
         f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)
     ]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    found = {}
+    found: dict[str, tuple[str, torch.Tensor]] = {}
     for file in files:
         assert file.stat().st_size <= limit
         with safe_open(file, framework="pt") as shard:
@@ -366,6 +366,16 @@ def test_out_may_not_hold_anything(source: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOutput, match=r"mine\.txt"):
         run(source, tmp_path / "out", "bf16")
     assert read_tree(tmp_path) == {"out/mine.txt": b"mine"}
+
+
+def test_out_may_not_be_named_like_unfinished_work(source: Path, tmp_path: Path) -> None:
+    """Else one run could take the interrupted work of another for its own output."""
+    state = tmp_path / "out.partial" / ".pairquant"
+    state.mkdir(parents=True)
+    (state / "checkpoint.journal").write_text("model.norm.weight\n")
+    with pytest.raises(BadOutput, match="unfinished"):
+        run(source, tmp_path / "out.partial", "bf16")
+    assert (state / "checkpoint.journal").exists()
 
 
 def test_empty_out_is_used(source: Path, tmp_path: Path) -> None:
