@@ -11,9 +11,10 @@ from typing import Any
 
 from quantize.checkpoint import Checkpoint, open_checkpoint
 from quantize.engine import Stage
+from quantize.entry import Entry
 from quantize.errors import BadOutput, ToolError
 from quantize.job import HALVES, PAIR_REPORT, REPORT
-from quantize.pair import check_pair, redundant_tensors
+from quantize.pair import check_pair, redundant_tensors, target_layers
 from quantize.plan import Options, Plan, make_plan, plan_from_json
 from quantize.report import Check, Report
 from quantize.verify import verify_checkpoint
@@ -37,8 +38,9 @@ def verify_output(
     if draft is not None:
         drafted = open_checkpoint(str(draft))
         reports["draft"] = _verify_one(draft, drafted, draft_source, stage)
-        checks = check_pair(opened, drafted)
-        extra = _check_dropped(draft, opened, draft_source)
+        plan = plan_from_json(_read_report(draft)["plan"])
+        checks = (*check_pair(opened, drafted), _check_depth(plan, opened))
+        extra = _check_dropped(plan, opened, draft_source)
         links = (_check_link(out),) if whole else ()
         reports["pair"] = Report((*checks, *extra, *links))
     return reports
@@ -72,19 +74,39 @@ def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Checkpoint | No
             source.specs,
             source.config,
             Options(**options),
-            target_layers=plan.target_layers,
+            target_layers=plan.target_layers if plan.kind == "draft" else None,
             dropped=dropped,
         )
     except ToolError as error:
         return Check("plan", "fail", error.message, required, "is this the right --source?")
     if again != plan:
         return Check("plan", "fail", "another plan", required, "is this the right --source?")
+    lost = [e.source.name for e in again.entries if not e.stored and not _may_drop(again, e)]
+    if lost:
+        return Check("plan", "fail", f"{len(lost)} tensors dropped", required, ", ".join(lost))
     return Check("plan", "pass", f"{len(plan.entries)} tensors", required)
 
 
-def _check_dropped(draft: Path, target: Checkpoint, draft_source: str | None) -> tuple[Check, ...]:
+def _may_drop(plan: Plan, entry: Entry) -> bool:
+    """Whether `redundant_tensors` could have named it: a target needs all of its tensors."""
+    return plan.kind == "draft" and entry.role in ("head", "embedding", "d2t", "t2d")
+
+
+def _check_depth(plan: Plan, target: Checkpoint) -> Check:
+    """The draft was written for a target of this depth: vLLM numbers its layers after it."""
+    layers = target_layers(target)
+    good = plan.target_layers == layers
+    return Check(
+        "target layers",
+        "pass" if good else "fail",
+        f"draft written for {plan.target_layers}",
+        f"{layers}, the target's num_hidden_layers",
+        "" if good else "its exclusions miss its layers in vLLM: write it again with this --target",
+    )
+
+
+def _check_dropped(plan: Plan, target: Checkpoint, draft_source: str | None) -> tuple[Check, ...]:
     """What was dropped from the draft is what the target has, byte for byte."""
-    plan = plan_from_json(_read_report(draft)["plan"])
     names = {entry.source.name for entry in plan.entries if not entry.stored}
     required = "each is the target's own, byte for byte, or an identity d2t"
     if not names:
