@@ -20,8 +20,9 @@ QUESTION = "What is the capital of France? Answer in one sentence."
 PROMPTS = [
     json.loads(line)["prompt"] for line in (DATA / "prompts-heldout.jsonl").read_text().splitlines()
 ]
-ASKED = PROMPTS[::4]  # two of each domain: without BF16 instructions a token costs 0.1 s
-MAX_TOKENS = 32
+# One of each domain: a CPU without BF16 instructions makes some ten tokens a second.
+ASKED = PROMPTS[::8]
+MAX_TOKENS = 48
 LAYOUTS = ("shared head", "pruned head")
 
 
