@@ -14,6 +14,7 @@ from quantize.errors import ToolError
 from quantize.options import (
     CONSENT,
     DISPLAY,
+    IGNORE_INDEX,
     OUTPUT,
     PAIR,
     WORK,
@@ -83,6 +84,7 @@ def pair(**given: Any) -> None:
 @click.option("--draft", type=click.Path(path_type=Path), help="The draft's output folder.")
 @click.option("--draft-source", help="What the draft was made from.")
 @click.option("--allow-unmeasured", is_flag=True, help="Exit 0 although some checks lack a source.")
+@IGNORE_INDEX
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the checks as JUnit XML.")
 @DISPLAY
 def verify(**given: Any) -> None:

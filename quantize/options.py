@@ -165,11 +165,14 @@ def model_options(role: str, scheme: str | None) -> Decorator[Any]:
     )
 
 
+IGNORE_INDEX = click.option(
+    "--ignore-index", is_flag=True, help="Read a source's shards without their index."
+)
 CONSENT = apply(
     click.option("--allow-unmatched", is_flag=True, help="Accept globs that match nothing."),
     click.option("--cast-weights", is_flag=True, help="Round F16/F32 weights to BF16 first."),
     click.option("--cast-head", is_flag=True, help="Store an F16/F32 head rounded to BF16."),
-    click.option("--ignore-index", is_flag=True, help="Read shards without their index."),
+    IGNORE_INDEX,
     click.option("--revision", help="Hub revision of MODEL or TARGET."),
 )
 PAIR = apply(

@@ -21,39 +21,49 @@ from quantize.verify import verify_checkpoint
 
 
 def verify_output(
-    out: Path, source: str | None, draft: Path | None, draft_source: str | None, stage: Stage
+    out: Path,
+    source: str | None,
+    draft: Path | None,
+    draft_source: str | None,
+    stage: Stage,
+    *,
+    ignore_index: bool = False,
 ) -> dict[str, Report]:
     """The reports of an output by name; ``pair`` is among them when both halves are given.
 
-    ``out`` is one checkpoint, or what `pair` wrote. Raises `BadOutput` when a folder has no report.
+    ``out`` is one checkpoint, or what `pair` wrote; ``ignore_index`` is about the sources. Raises
+    `BadOutput` when a folder has no report.
     """
     whole = (out / PAIR_REPORT).is_file()
     if whole and draft is not None:
         raise BadOutput(f"{out} holds both halves, and --draft names another", "leave out --draft")
-    target, draft = (out / "target", out / "draft") if whole else (out, draft)
+    folder, draft = (out / "target", out / "draft") if whole else (out, draft)
     if draft is None and draft_source is not None:
         raise BadOutput("--draft-source was given without a draft", "add --draft OUT")
-    opened = open_checkpoint(str(target))
-    reports = {"target" if draft else "checkpoint": _verify_one(target, opened, source, stage)}
-    if draft is not None:
-        drafted = open_checkpoint(str(draft))
-        reports["draft"] = _verify_one(draft, drafted, draft_source, stage)
-        plan = plan_from_json(_read_report(draft)["plan"])
-        checks = (*check_pair(opened, drafted), _check_depth(plan, opened))
-        extra = _check_dropped(plan, opened, draft_source)
-        links = (_check_link(out),) if whole else ()
-        reports["pair"] = Report((*checks, *extra, *links))
-    return reports
+    sources = [
+        open_checkpoint(name, ignore_index=ignore_index) if name else None
+        for name in (source, draft_source)
+    ]
+    target = open_checkpoint(str(folder))
+    first = _verify_one(folder, target, sources[0], stage)
+    if draft is None:
+        return {"checkpoint": first}
+    drafted = open_checkpoint(str(draft))
+    second = _verify_one(draft, drafted, sources[1], stage)
+    plan = plan_from_json(_read_report(draft)["plan"])
+    checks = (*check_pair(target, drafted), _check_depth(plan, target))
+    extra = _check_dropped(plan, target, sources[1])
+    links = (_check_link(out),) if whole else ()
+    return {"target": first, "draft": second, "pair": Report((*checks, *extra, *links))}
 
 
-def _verify_one(folder: Path, out: Checkpoint, source: str | None, stage: Stage) -> Report:
+def _verify_one(folder: Path, out: Checkpoint, source: Checkpoint | None, stage: Stage) -> Report:
     recorded = _read_report(folder)
     plan = plan_from_json(recorded["plan"])
-    opened = open_checkpoint(source) if source else None
     size = sum(entry.source.nbytes for entry in plan.entries)
     with stage(f"verify {folder}", size) as advance:
-        report = verify_checkpoint(out, plan, opened, advance)
-    return replace(report, checks=(_check_plan(recorded, plan, opened), *report.checks))
+        report = verify_checkpoint(out, plan, source, advance)
+    return replace(report, checks=(_check_plan(recorded, plan, source), *report.checks))
 
 
 def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Checkpoint | None) -> Check:
@@ -105,15 +115,14 @@ def _check_depth(plan: Plan, target: Checkpoint) -> Check:
     )
 
 
-def _check_dropped(plan: Plan, target: Checkpoint, draft_source: str | None) -> tuple[Check, ...]:
+def _check_dropped(plan: Plan, target: Checkpoint, source: Checkpoint | None) -> tuple[Check, ...]:
     """What was dropped from the draft is what the target has, byte for byte."""
     names = {entry.source.name for entry in plan.entries if not entry.stored}
     required = "each is the target's own, byte for byte, or an identity d2t"
     if not names:
         return ()
-    if draft_source is None:
+    if source is None:
         return (Check("dropped tensors", "not_measured", "needs --draft-source", required),)
-    source = open_checkpoint(draft_source)
     wrong = names - redundant_tensors(target, source, dedupe=True).keys()
     said = ", ".join(sorted(wrong or names))
     return (Check("dropped tensors", "fail" if wrong else "pass", said, required),)

@@ -137,7 +137,12 @@ def verify_verb(view: View, given: dict[str, Any]) -> None:
     """``quantize verify``: exit 1 when a check failed, or could not be made and was not excused."""
     allow = given["allow_unmeasured"]
     reports = verify_output(
-        given["out"], given["source"], given["draft"], given["draft_source"], view.stage
+        given["out"],
+        given["source"],
+        given["draft"],
+        given["draft_source"],
+        view.stage,
+        ignore_index=given["ignore_index"],
     )
     if given["junit"]:
         given["junit"].write_text(junit_xml(reports, allow_unmeasured=allow), encoding="utf-8")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
-from runs import pair, read_header, run, silent
+from runs import pair, read_header, run, settings, silent
 from safetensors.torch import load_file, save_file
 from tiny import (
     Tensors,
@@ -25,7 +28,11 @@ from tiny import (
 )
 from tiny import random as gaussian
 
+from quantize.checkpoint import open_checkpoint
+from quantize.cli import main
 from quantize.errors import BadCheckpoint, BadOutput
+from quantize.job import prepare_target, run_one
+from quantize.plan import Options
 from quantize.recheck import verify_output
 from quantize.report import Check, Report
 
@@ -128,7 +135,7 @@ def expect_failure(made: Made, *names: str, naming: str = "") -> dict[str, Check
 # --- damage
 
 
-def edit(folder: Path, name: str, change: Callable[[torch.Tensor], None]) -> None:
+def edit(folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> None:
     """Change one stored tensor in place."""
     for file in folder.glob("*.safetensors"):
         header, start = read_header(file)
@@ -143,7 +150,7 @@ def edit(folder: Path, name: str, change: Callable[[torch.Tensor], None]) -> Non
     raise AssertionError(f"{name} is not in {folder}")
 
 
-def edit_rows(made: Made, name: str, rows: int, change: Callable[[torch.Tensor], None]) -> None:
+def edit_rows(made: Made, name: str, rows: int, change: Callable[[torch.Tensor], object]) -> None:
     """Change one stored tensor, seen as a matrix of that many rows."""
     edit(made.out, name, lambda flat: change(flat.view(rows, -1)))
 
@@ -155,7 +162,7 @@ def flip(folder: Path, name: str, byte: int = 0, bit: int = 0) -> None:
     edit(folder, name, change)
 
 
-def rewrite(file: Path, change: Callable[[Tensors], None]) -> None:
+def rewrite(file: Path, change: Callable[[Tensors], object]) -> None:
     """Write a shard again with other tensors."""
     tensors = load_file(file)
     change(tensors)
@@ -595,3 +602,183 @@ def test_one_element_that_is_not_zero_fails(
     edit_rows(made, name, rows, lambda data: data.view(torch.uint8)[row, 3].fill_(0x22))
     failed = expect_failure(made, "quantized bytes", naming=name)
     assert any(check.startswith("matmul SQNR, worst row") for check in failed)
+
+
+# --- the command
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def verify(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``quantize verify`` with these arguments, in this process."""
+
+    def command(*arguments: str | Path) -> Done:
+        monkeypatch.setattr(sys, "argv", ["quantize", "verify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert isinstance(caught.value.code, int)
+        return Done(caught.value.code, *capsys.readouterr())
+
+    return command
+
+
+def read_strictly(text: str) -> dict[str, Any]:
+    """One JSON object as RFC 8259 has it: without NaN and Infinity."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    data = json.loads(text, parse_constant=refuse)
+    assert isinstance(data, dict)
+    return data
+
+
+def statuses(data: dict[str, Any], report: str) -> dict[str, str]:
+    return {check["name"]: check["status"] for check in data["checks"][report]}
+
+
+NEED_SOURCE = {
+    *("plan", "config", "preserved", "head", "quantized bytes"),
+    *("weight SQNR", "matmul SQNR", "matmul SQNR, worst row"),
+}
+
+
+def test_without_a_source(verify: Any, fp8: Made) -> None:
+    done = verify(fp8.out, "--json")
+    data = read_strictly(done.out)
+    assert (done.code, data["ok"]) == (1, False)
+    found = statuses(data, "checkpoint")
+    assert {name for name, status in found.items() if status == "not_measured"} == NEED_SOURCE
+    assert {name for name, status in found.items() if status == "pass"} == {
+        *("headers", "vLLM names", "finite", "scales")
+    }
+    assert "--source" in done.err
+    excused = verify(fp8.out, "--json", "--allow-unmeasured")
+    assert (excused.code, statuses(read_strictly(excused.out), "checkpoint")) == (0, found)
+
+
+def test_one_source_of_two(verify: Any, shared: Made) -> None:
+    done = verify(shared.out, "--source", shared.source, "--json")
+    data = read_strictly(done.out)
+    assert done.code == 1
+    assert set(statuses(data, "target").values()) == {"pass"}
+    assert statuses(data, "draft")["preserved"] == "not_measured"
+    assert statuses(data, "pair")["dropped tensors"] == "not_measured"
+
+
+def test_allow_unmeasured_excuses_no_failure(verify: Any, fp8: Made, tmp_path: Path) -> None:
+    made = fp8.copy(tmp_path)
+    edit(made.out, f"{UP}_scale", lambda scale: scale.fill_(-1))
+    done = verify(made.out, "--allow-unmeasured", "--json")
+    assert (done.code, read_strictly(done.out)["ok"]) == (1, False)
+
+
+def test_both_halves_apart(verify: Any, pruned: Made) -> None:
+    """As two `run`s leave them; the pair's checks need both."""
+    target, draft = pruned.out / "target", pruned.out / "draft"
+    sources = ("--source", pruned.source, "--draft-source", str(pruned.draft_source))
+    alone = verify(target, "--source", pruned.source, "--json")
+    assert alone.code == 0
+    assert list(read_strictly(alone.out)["checks"]) == ["checkpoint"]
+    both = verify(target, "--draft", draft, *sources, "--json")
+    assert both.code == 0
+    assert list(read_strictly(both.out)["checks"]) == ["target", "draft", "pair"]
+
+
+def test_mutants_in_the_table(verify: Any, mxfp4: Made, tmp_path: Path) -> None:
+    made = mxfp4.copy(tmp_path)
+    flip(made.out, HEAD)
+    flip(made.out, UP, byte=100)
+    done = verify(made.out, "--source", made.source)
+    assert (done.code, done.out) == (1, "")
+    rows = {line.split("│")[1].strip(): line for line in done.err.splitlines() if "│" in line}
+    assert "fail" in rows["head"]
+    assert HEAD in rows["head"]
+    assert "fail" in rows["quantized bytes"]
+    assert UP in rows["quantized bytes"]
+    assert "pass" in rows["scales"]
+
+
+def test_dropped_shard_by_the_command(verify: Any, sharded: Made, tmp_path: Path) -> None:
+    made = sharded.copy(tmp_path)
+    shard = sorted(made.out.glob("*.safetensors"))[1]
+    shard.unlink()
+    done = verify(made.out, "--source", made.source)
+    assert done.code == 1
+    assert shard.name in done.err
+    assert "Traceback" not in done.err
+
+
+def test_zeros_are_valid_json_and_a_readable_table(verify: Any, zeros: Made) -> None:
+    done = verify(zeros.out, "--source", zeros.source, "--json")
+    data = read_strictly(done.out)
+    assert done.code == 0
+    values = {t["name"]: t["sqnr_db"] for t in data["tensors"]["checkpoint"]}
+    assert values[SQUARE] == "inf"
+    assert isinstance(values[UP], float)
+
+
+@pytest.mark.parametrize("allow", [True, False])
+def test_junit_tells_failed_from_not_measured(
+    allow: bool, verify: Any, fp8: Made, tmp_path: Path
+) -> None:
+    made = fp8.copy(tmp_path)
+    edit(made.out, f"{UP}_scale", lambda scale: scale.fill_(-1))
+    file = tmp_path / "junit.xml"
+    options = ("--allow-unmeasured",) if allow else ()
+    assert verify(made.out, "--junit", file, *options).code == 1
+    (suite,) = ElementTree.parse(file).getroot()
+    cases = {case.get("name"): [child.tag for child in case] for case in suite}
+    other = "skipped" if allow else "error"
+    assert cases == {
+        **{name: [other] for name in NEED_SOURCE},
+        **{name: [] for name in ("headers", "vLLM names", "finite")},
+        "scales": ["failure"],
+    }
+    counts = {name: int(suite.get(name, "")) for name in ("tests", "failures", "errors", "skipped")}
+    assert counts == {
+        "tests": len(cases),
+        "failures": 1,
+        "errors": 0 if allow else len(NEED_SOURCE),
+        "skipped": len(NEED_SOURCE) if allow else 0,
+    }
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert f"{UP}_scale" in f"{failure.get('message')} {failure.text}"
+
+
+def test_the_proof_uses_neither_quark_nor_vllm(mxfp4: Made) -> None:
+    """It is independent of what made the bytes."""
+    script = (
+        "import sys\n"
+        "from quantize.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as done:\n"
+        "    print(done.code, [name for name in ('quark', 'vllm') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "verify", str(mxfp4.out), "--source", str(mxfp4.source)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "0 []\n"
+
+
+def test_stale_index_of_a_source_is_ignored_on_request(verify: Any, tmp_path: Path) -> None:
+    """As `run --ignore-index` did: else its output could never be proven."""
+    source = write_llama(tmp_path / "model", num_hidden_layers=1)
+    index = {"weight_map": {"gone.weight": "model-00001-of-00001.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened = open_checkpoint(str(source), ignore_index=True)
+    run_one(prepare_target(opened, Options("bf16")), tmp_path / "out", settings())
+    refused = verify(tmp_path / "out", "--source", source)
+    assert refused.code == 1
+    assert "--ignore-index" in refused.err
+    assert verify(tmp_path / "out", "--source", source, "--ignore-index").code == 0
