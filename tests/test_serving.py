@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from pruned import write_pruned
 from vllm_server import Acceptance, read_acceptance, serve
 
 from quantize.demo import build_target, draft_path
@@ -45,21 +44,6 @@ def quantize(*arguments: str | Path) -> None:
     command = [str(Path(sys.executable).with_name("quantize")), *map(str, arguments)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def write_pruned(folder: Path, target: Path) -> Path:
-    """The demo draft with a head of its own: the target's rows for the 8192 commonest ids."""
-    ids = torch.tensor(json.loads((DATA / "draft-8k-ids.json").read_text()))
-    tensors = load_file(draft_path() / "model.safetensors")
-    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = embedding[ids].contiguous()
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(len(embedding), dtype=torch.bool).index_fill(0, ids, True)
-    config = json.loads((draft_path() / "config.json").read_text())
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(ids)}))
-    return folder
 
 
 @pytest.fixture(scope="module")
