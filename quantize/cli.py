@@ -17,6 +17,7 @@ from quantize.options import (
     IGNORE_INDEX,
     OUTPUT,
     PAIR,
+    RESTART,
     WORK,
     Verb,
     apply,
@@ -101,6 +102,7 @@ def verify(**given: Any) -> None:
 @click.option(
     "-o", "--output-dir", "out", type=click.Path(path_type=Path), default="demo", show_default=True
 )
+@RESTART
 @DISPLAY
 def demo(**given: Any) -> None:
     """Run the whole line on SmolLM2-135M-Instruct and a trained EAGLE-3 draft.

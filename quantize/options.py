@@ -192,12 +192,13 @@ OUTPUT = click.option(
     required=True,
     help="New folder.",
 )
+RESTART = click.option("--restart", is_flag=True, help="Begin an interrupted run anew.")
 WORK = apply(
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda[:N]."),
     click.option("--workers", type=click.IntRange(min=1), help="Threads. [default: all cores]"),
     click.option("--max-shard-size", type=Size(), default="5GB", show_default=True),
     click.option("--no-verify", is_flag=True, help="Skip the proof; recorded as not_measured."),
-    click.option("--restart", is_flag=True, help="Begin an interrupted run anew."),
+    RESTART,
     click.option("--file2file_quantization", is_flag=True, hidden=True, expose_value=False),
     click.option(*spellings("--trust-remote-code"), is_flag=True, hidden=True, expose_value=False),
 )

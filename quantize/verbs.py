@@ -176,7 +176,7 @@ def demo_verb(view: View, given: dict[str, Any]) -> None:
     if out.exists():
         reports = verify_output(out, str(source), None, str(draft), view.stage)
     else:
-        reports = _make_demo(view, source, draft, out)
+        reports = _make_demo(view, source, draft, out, restart=given["restart"])
     view.show(*(check_table(name, report) for name, report in reports.items()))
     view.show(check_table("not part of the demo", Report((LANGUAGE_QUALITY,))))
     failed = any(report.failed or report.unmeasured for report in reports.values())
@@ -192,7 +192,9 @@ def demo_verb(view: View, given: dict[str, Any]) -> None:
     )
 
 
-def _make_demo(view: View, source: Path, draft: Path, out: Path) -> dict[str, Report]:
+def _make_demo(
+    view: View, source: Path, draft: Path, out: Path, *, restart: bool
+) -> dict[str, Report]:
     target = open_checkpoint(str(source))
     jobs = (
         prepare_target(target, Options("mxfp4")),
@@ -200,7 +202,7 @@ def _make_demo(view: View, source: Path, draft: Path, out: Path) -> dict[str, Re
     )
     load_quark([job.plan for job in jobs], view.stage)
     view.show(*(plan_table(job.plan) for job in jobs))
-    settings = Settings(view.argv, view.stage, max_shard_size=5 * 10**9, device=_device("auto"))
+    settings = Settings(view.argv, view.stage, 5 * 10**9, device=_device("auto"), restart=restart)
     return run_pair(*jobs, out, settings)
 
 
