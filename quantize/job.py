@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +14,7 @@ from models.base import Family
 from quantize.card import render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from quantize.engine import Stage, check_disk, write_tensors
-from quantize.errors import BadCheckpoint, BadOutput, BadPlan
+from quantize.errors import BadCheckpoint, BadOutput, BadPair, BadPlan
 from quantize.files import read_at
 from quantize.head import check_tie
 from quantize.layout import INDEX_NAME, Shard, index_json, lay_out
@@ -65,9 +66,10 @@ class Job:
 
 def prepare_target(source: Checkpoint, options: Options, *, compare: bool = True) -> Job:
     """Check and plan a target. ``compare`` reads weights where a check needs them."""
-    family = _family(source, draft=False)
-    tie = check_tie(family, source, compare=compare)
-    return Job(source, make_plan(source.specs, source.config, options), options, checks=(tie,))
+    with _naming(source):
+        family = _family(source, draft=False)
+        tie = check_tie(family, source, compare=compare)
+        return Job(source, make_plan(source.specs, source.config, options), options, checks=(tie,))
 
 
 def prepare_draft(
@@ -79,22 +81,43 @@ def prepare_draft(
     compare: bool = True,
 ) -> Job:
     """Check a draft against its target and plan it; a plan alone does not ``compare`` weights."""
-    _family(source, draft=True)
-    checks = check_pair(target, source, compare=compare, require_shared=wishes.require_shared_head)
-    require_pair(checks)
-    plan = make_plan(
-        source.specs,
-        source.config,
-        options,
-        target_layers=target_layers(target),
-        dropped=redundant_tensors(target, source, dedupe=compare and wishes.dedupe_head),
-    )
+    with _naming(source):
+        _family(source, draft=True)
+        checks = check_pair(
+            target, source, compare=compare, require_shared=wishes.require_shared_head
+        )
+        require_pair(checks)
+        plan = make_plan(
+            source.specs,
+            source.config,
+            options,
+            target_layers=target_layers(target),
+            dropped=redundant_tensors(target, source, dedupe=compare and wishes.dedupe_head),
+        )
     return Job(source, plan, options, target, checks)
+
+
+@contextmanager
+def _naming(source: Checkpoint) -> Iterator[None]:
+    """Put the checkpoint's place before a refusal that speaks of its tensors or its config."""
+    origin = source.files.origin
+    try:
+        yield
+    except (BadPlan, BadPair) as error:
+        if origin in error.message:
+            raise
+        raise type(error)(f"{origin}: {error.message}", error.hint) from error
 
 
 def is_draft(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is an EAGLE-3 draft."""
-    return find_family(checkpoint.specs, checkpoint.config).draft
+    with _naming(checkpoint):
+        return find_family(checkpoint.specs, checkpoint.config).draft
+
+
+def check_place(out: Path, jobs: Iterable[Job]) -> None:
+    """The output folder may be used: told before anything slow. Raises `BadOutput`."""
+    check_out(out, [path for job in jobs for path in _folders(job)])
 
 
 def run_one(job: Job, out: Path, settings: Settings) -> Report:

@@ -19,6 +19,7 @@ from schemes.base import TensorSpec
 BF16_SCHEME = "bf16"
 """The scheme that leaves a model as it is."""
 
+MISFIT = "stays as it is: "
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32)
 
 
@@ -96,9 +97,10 @@ def make_plan(
     scheme = resolve_scheme(options.scheme)
     quantized = [entry for entry in entries if entry.scheme]
     if scheme != BF16_SCHEME and not quantized:
+        why = "".join(f"; {note}" for note in _notes(entries))
         raise BadPlan(
-            f"nothing is left to quantize: {scheme} was asked for and every tensor stays as it is",
-            f"loosen the exclusions, or ask for --scheme {BF16_SCHEME}",
+            f"nothing is left to quantize to {scheme}: every tensor stays as it is{why}",
+            f"loosen the exclusions, or ask for another scheme ({BF16_SCHEME} leaves all as it is)",
         )
     return Plan(
         entries=entries,
@@ -136,7 +138,7 @@ def _decide(role: Role, options: Options) -> Entry:
             if spec.dtype != "BF16":
                 reason += f"; cast from {spec.dtype} to BF16 first"
             return _entry(role, scheme, find_scheme(scheme).stored(spec), reason)
-        reason = f"stays as it is: {misfit}"
+        reason = f"{MISFIT}{misfit}"
     stored = spec
     if role.head and spec.dtype != "BF16":
         stored, reason = _cast_head(spec, options)
@@ -260,8 +262,11 @@ def _tensor_parallel(family: Family, quantized: Iterable[Entry]) -> tuple[int, .
 
 
 def _notes(entries: Iterable[Entry]) -> tuple[str, ...]:
-    misfits = [entry.source.name for entry in entries if entry.reason.startswith("stays as it is")]
-    return (f"{len(misfits)} weights stay BF16: {_some(misfits)}",) if misfits else ()
+    misfits = [entry for entry in entries if entry.reason.startswith(MISFIT)]
+    if not misfits:
+        return ()
+    names = _some([entry.source.name for entry in misfits])
+    return (f"{len(misfits)} weights stay BF16 ({misfits[0].reason}): {names}",)
 
 
 def _some(names: list[str]) -> str:

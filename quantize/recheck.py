@@ -34,6 +34,7 @@ def verify_output(
     ``out`` is one checkpoint, or what `pair` wrote; ``ignore_index`` is about the sources. Raises
     `BadOutput` when a folder has no report.
     """
+    _require_folder(out)
     whole = (out / PAIR_REPORT).is_file()
     if whole and draft is not None:
         raise BadOutput(f"{out} holds both halves, and --draft names another", "leave out --draft")
@@ -44,11 +45,11 @@ def verify_output(
         open_checkpoint(name, ignore_index=ignore_index) if name else None
         for name in (source, draft_source)
     ]
-    target = open_checkpoint(str(folder))
+    target = _open_output(folder)
     first = _verify_one(folder, target, sources[0], stage)
     if draft is None:
         return {"checkpoint": first}
-    drafted = open_checkpoint(str(draft))
+    drafted = _open_output(draft)
     second = _verify_one(draft, drafted, sources[1], stage)
     plan = plan_from_json(_read_report(draft)["plan"])
     checks = (*check_pair(target, drafted), _check_depth(plan, target))
@@ -57,13 +58,35 @@ def verify_output(
     return {"target": first, "draft": second, "pair": Report((*checks, *extra, *links))}
 
 
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise BadOutput(
+            f"{folder}: the folder does not exist, expected an output of quantize run or pair",
+            "write it again with quantize run or quantize pair",
+        )
+
+
+def _open_output(folder: Path) -> Checkpoint:
+    """An output is always a folder: its path is never taken for a Hub id."""
+    _require_folder(folder)
+    return open_checkpoint(str(folder))
+
+
 def _verify_one(folder: Path, out: Checkpoint, source: Checkpoint | None, stage: Stage) -> Report:
     recorded = _read_report(folder)
     plan = plan_from_json(recorded["plan"])
     size = sum(entry.source.nbytes for entry in plan.entries)
     with stage(f"verify {folder}", size) as advance:
-        report = verify_checkpoint(out, plan, source, advance)
+        report = verify_checkpoint(out, plan, _comparable(plan, source), advance)
     return replace(report, checks=(_check_plan(recorded, plan, source), *report.checks))
+
+
+def _comparable(plan: Plan, source: Checkpoint | None) -> Checkpoint | None:
+    """The source if it has the tensors of the plan; of another one no byte can be compared."""
+    if source is None:
+        return None
+    same = all(source.specs.get(entry.source.name) == entry.source for entry in plan.entries)
+    return source if same else None
 
 
 def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Checkpoint | None) -> Check:
@@ -145,6 +168,11 @@ def _read_report(folder: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         plan_from_json(data["plan"])
+    except FileNotFoundError as error:
+        raise BadOutput(
+            f"{path}: the file is missing, expected the report of quantize run or pair",
+            "verify works on folders written by quantize run or pair",
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadOutput(
             f"{path}: not a report of this tool ({error})",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -16,6 +17,7 @@ from quantize.job import (
     Job,
     PairOptions,
     Settings,
+    check_place,
     is_draft,
     prepare_draft,
     prepare_target,
@@ -78,11 +80,12 @@ def run_verb(view: View, given: dict[str, Any]) -> None:
     else:
         _refuse_target(given, model)
         job = prepare_target(model, options)
-    load_quark([job.plan], view.stage)
     out: Path = given["out"]
+    check_place(out, [job])
+    load_quark([job.plan], view.stage)
     report = run_one(job, out, settings)
     view.show(plan_table(job.plan), check_table(str(out), report), tensor_table(report))
-    view.show(f"next: quantize verify {out} --source {model.files.origin}")
+    view.show(f"next: quantize verify {quote(str(out))} --source {quote(model.files.origin)}")
     view.result(
         True,
         lambda: {
@@ -104,6 +107,7 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
         prepare_target(target, _options(given, "")),
         prepare_draft(draft, target, _options(given, "draft_"), _wishes(given)),
     )
+    check_place(given["out"], jobs)
     settings = _settings(view, given)
     load_quark([job.plan for job in jobs], view.stage)
     reports = run_pair(*jobs, given["out"], settings)
@@ -127,10 +131,10 @@ def _show_pair(view: View, jobs: Iterable[Job], reports: Mapping[str, Report], o
     view.show(*(check_table(name, report) for name, report in reports.items()))
     view.show(*(tensor_table(report) for report in reports.values() if report.tensors))
     sources = " ".join(
-        f"--{option} {job.source.files.origin}"
+        f"--{option} {quote(job.source.files.origin)}"
         for option, job in zip(("source", "draft-source"), jobs, strict=True)
     )
-    view.show(f"next: quantize verify {out} {sources}")
+    view.show(f"next: quantize verify {quote(str(out))} {sources}")
 
 
 def verify_verb(view: View, given: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from quantize.errors import ToolError
+
 
 class View:
     """What the user sees of one command: progress and tables on stderr, results on stdout."""
@@ -69,5 +71,17 @@ class View:
             made = provenance(self.argv)
             head = {"tool": made["tool"], "version": made["version"], "command": self.command}
             body = dict.fromkeys(("source", "output", "plan", "checks"))
-            print(json.dumps({**head, "ok": ok, **body, **parts(), "provenance": made}))
+            _print(json.dumps({**head, "ok": ok, **body, **parts(), "provenance": made}))
         sys.exit(0 if ok else 1)
+
+
+def _print(text: str) -> None:
+    """The result on stdout, delivered: a full disk or a closed stream is an error, not silence."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ToolError(f"the result cannot be written to stdout ({error.strerror})") from error
+    if sys.stdout is None:
+        raise ToolError("the result cannot be written: stdout is closed")

@@ -77,7 +77,7 @@ def open_partial(out: Path, identity: Mapping[str, Any], *, restart: bool) -> It
     _check_ours(partial)
     state = partial / STATE
     with _disk_errors(partial):
-        state.mkdir(parents=True, exist_ok=True)
+        _make_folder(state, out)
         with (state / "lock").open("w") as lock:
             _lock(lock, partial)
             _check_free(out)  # the run that held the lock may have finished meanwhile
@@ -85,6 +85,20 @@ def open_partial(out: Path, identity: Mapping[str, Any], *, restart: bool) -> It
                 _clear(partial)
             _check_identity(partial, identity)
             yield partial
+
+
+def _make_folder(state: Path, out: Path) -> None:
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, FileExistsError) as error:
+        raise BadOutput(
+            f"output folder {out} cannot be made ({error.strerror}: {error.filename})",
+            "choose another -o, in a folder that you may write",
+        ) from error
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        raise BadOutput(f"{out} is on a read-only disk", "choose another -o") from error
 
 
 def _lock(lock: TextIO, partial: Path) -> None:

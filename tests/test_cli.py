@@ -217,7 +217,7 @@ def test_a_misfit_is_noted_for_the_user(quantize: Quantize, tmp_path: Path) -> N
     source = write_llama(tmp_path / "model", intermediate_size=80, num_hidden_layers=1)
     done = quantize("plan", source)
     assert done.code == 0
-    assert "note: 1 weights stay BF16: model.layers.0.mlp.down_proj.weight" in done.err
+    assert "note: 1 weights stay BF16 (" in done.err
 
 
 def test_planning_a_draft_alone(quantize: Quantize, folder: Path) -> None:
