@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,10 @@ def _end(code: int, message: str, hint: str) -> int:
     if "--json" in sys.argv:
         command = next((arg for arg in sys.argv[1:] if arg in cli.commands), "")
         head = {"tool": "pairquant", "version": __version__, "command": command}
-        print(json.dumps({**head, "ok": False, "error": message, "hint": hint}))
+        try:
+            print(json.dumps({**head, "ok": False, "error": message, "hint": hint}), flush=True)
+        except OSError:  # stdout is what failed: stderr has said so
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code
 
 

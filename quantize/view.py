@@ -58,7 +58,10 @@ class View:
         if not self.quiet:
             console = self.console
             for table in tables:
-                console.print(table)
+                if isinstance(table, str):  # a line to copy from: never wrapped, nothing is markup
+                    console.print(table, soft_wrap=True, markup=False, highlight=False)
+                else:
+                    console.print(table)
 
     def result(self, ok: bool, parts: Callable[[], dict[str, Any]]) -> None:
         """End the command: one JSON object with --json, and exit code 0 or 1.
