@@ -18,6 +18,7 @@ from quantize.options import (
     DISPLAY,
     OUTPUT,
     PAIR,
+    SERVE,
     WORK,
     Verb,
     apply,
@@ -94,6 +95,23 @@ def verify(**given: Any) -> None:
     from quantize.verbs import verify_verb
 
     verify_verb(View("verify", given), given)
+
+
+@cli.command(cls=Verb)
+@click.argument("target")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_OPTIONS...]")
+@click.option("--draft", help="The EAGLE-3 draft of TARGET.")
+@click.option("--print", "print_only", is_flag=True, help="Print the script; start nothing.")
+@SERVE
+@DISPLAY
+def serve(**given: Any) -> None:
+    """Serve a target and its draft with vLLM, and the settings of this machine's platform.
+
+    Example: quantize serve ./pair/target --draft ./pair/draft --print --platform rocm
+    """
+    from quantize.serve_verb import serve_verb
+
+    serve_verb(View("serve", given), given)
 
 
 @cli.command(cls=Verb)

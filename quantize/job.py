@@ -24,7 +24,7 @@ from quantize.plan import Options, Plan, make_plan
 from quantize.provenance import provenance
 from quantize.report import Check, Report
 from quantize.roles import find_family
-from quantize.serve_script import serve_script
+from quantize.serving.serve import pair_script
 from quantize.verify import verify_checkpoint
 from quantize.workdir import check_out, finish, open_journal, open_partial, write_json, write_text
 
@@ -132,7 +132,8 @@ def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> dict[str
         reports["pair"] = _check_written(partial, settings)
         write_json(partial / PAIR_REPORT, _pair_report(reports["pair"], settings))
         _link(partial)
-        write_text(partial / "serve.sh", serve_script())
+        halves = (open_checkpoint(str(partial / name)) for name in HALVES)
+        write_text(partial / "serve.sh", pair_script(*halves))
         (partial / "serve.sh").chmod(0o755)
         for report in reports.values():
             _refuse_failed(report, partial)

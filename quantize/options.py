@@ -181,6 +181,41 @@ DISPLAY = apply(
 )
 
 
+SERVE = apply(
+    click.option(
+        "--platform",
+        type=click.Choice(["rocm", "cuda", "cpu"]),
+        help="Where it will run.  [default: this machine]",
+    ),
+    click.option(
+        *spellings("--num-speculative-tokens"),
+        type=click.IntRange(min=1),
+        default=3,
+        show_default=True,
+        help="Draft tokens a step.",
+    ),
+    click.option(
+        *spellings("--max-model-len"), type=click.IntRange(min=1), help="Tokens of one request."
+    ),
+    click.option(
+        *spellings("--kv-cache-dtype"), metavar="TYPE", help="Of both KV caches, such as fp8."
+    ),
+    click.option(
+        *spellings("--tensor-parallel-size"),
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+    ),
+    click.option(
+        *spellings("--draft-tensor-parallel-size"),
+        type=click.IntRange(min=1),
+        help="1 or the target's.  [default: the target's]",
+    ),
+    click.option("--expert-parallel", is_flag=True, help="Keep each expert whole on one rank."),
+    click.option(*spellings("--vllm-python"), help="Interpreter with vLLM.  [default: our own]"),
+)
+
+
 def model_argument(name: str, option: str) -> Decorator[Any]:
     """A positional checkpoint that may also be given as an option, as in Quark's scripts."""
     return apply(
