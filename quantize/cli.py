@@ -86,6 +86,7 @@ def pair(**given: Any) -> None:
 @click.option("--draft-source", help="What the draft was made from.")
 @click.option("--allow-unmeasured", is_flag=True, help="Exit 0 although some checks lack a source.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the checks as JUnit XML.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write the report as one HTML file.")
 @DISPLAY
 def verify(**given: Any) -> None:
     """Prove an output: every byte, every name, and the pair where both halves are given.

@@ -140,6 +140,10 @@ def verify_verb(view: View, given: dict[str, Any]) -> None:
     )
     if given["junit"]:
         given["junit"].write_text(junit_xml(reports, allow_unmeasured=allow), encoding="utf-8")
+    if given["html"]:
+        from quantize.serving.page import write_page
+
+        write_page(given["html"], given["out"], given["draft"], reports)
     failed = [check for report in reports.values() for check in report.failed]
     unmeasured = [check for report in reports.values() for check in report.unmeasured]
     view.show(*(check_table(name, report) for name, report in reports.items()))
