@@ -40,7 +40,7 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
 p, figcaption, dd, summary { color: var(--soft); }
 figure { margin: 1rem 0; overflow-x: auto; }
 figcaption { font-size: .85rem; }
-svg { max-width: 100%; height: auto; }
+@media (min-width: 50rem) { svg { max-width: 100%; height: auto; } }
 svg text { font-family: system-ui, sans-serif !important; }
 .wide { overflow-x: auto; margin: .8rem 0 1.2rem; }
 table { border-collapse: collapse; font-size: .87rem; }
