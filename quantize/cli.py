@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from quantize.errors import ToolError
 from quantize.options import (
     CONSENT,
     DISPLAY,
+    MEASURE,
     OUTPUT,
     PAIR,
     SERVE,
@@ -24,6 +26,7 @@ from quantize.options import (
     apply,
     model_argument,
     model_options,
+    spellings,
 )
 
 
@@ -68,7 +71,8 @@ def run(**given: Any) -> None:
 @model_argument("draft", "--draft-model-dir")
 @OUTPUT
 @apply(model_options("target", "mxfp4"), model_options("draft", "fp8_rowwise"))
-@apply(CONSENT, PAIR, WORK, DISPLAY)
+@click.option("--accept", is_flag=True, help="Then serve OUT and its sources, and compare.")
+@apply(CONSENT, PAIR, WORK, MEASURE, DISPLAY)
 def pair(**given: Any) -> None:
     """Quantize a target and its draft into OUT/target and OUT/draft.
 
@@ -96,6 +100,33 @@ def verify(**given: Any) -> None:
     from quantize.verbs import verify_verb
 
     verify_verb(View("verify", given), given)
+
+
+@cli.command(cls=Verb)
+@click.argument("target", required=False)
+@click.argument("draft", required=False)
+@click.option("--baseline-target", help="Compare with this target.")
+@click.option("--baseline-draft", help="Compare with this draft.")
+@click.option("--url", help="Measure a server that runs; it is not started, nor stopped.")
+@click.option("--record", is_flag=True, help="Record it in the pair TARGET and DRAFT belong to.")
+@click.option(
+    *spellings("--output-dir"),
+    "-o",
+    "folder",
+    type=click.Path(path_type=Path),
+    default="acceptance",
+    show_default=True,
+    help="New folder for the report and the logs.",
+)
+@apply(MEASURE, DISPLAY)
+def accept(**given: Any) -> None:
+    """Measure acceptance length in a real vLLM.
+
+    Example: quantize accept ./pair/target ./pair/draft --baseline-draft ./draft
+    """
+    from quantize.serving_verbs import accept_verb
+
+    accept_verb(View("accept", given), given)
 
 
 @cli.command(cls=Verb)
@@ -165,6 +196,20 @@ class View:
             if not size:
                 bar.update(task, total=1, completed=1)
 
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
+        """One line about something of unknown length; without a terminal one every 15 seconds."""
+        console = self.console
+        if self.quiet:
+            yield lambda _: None
+        elif console.is_terminal:
+            from rich.text import Text  # shown as it is: a path may look like markup
+
+            with console.status(Text(text)) as status:
+                yield lambda news: status.update(Text(f"{text}: {news}"))
+        else:
+            yield _throttle(lambda news: print(f"{text}: {news}", file=sys.stderr, flush=True))
+
     @property
     def console(self) -> Any:
         """Rich's console on stderr; colour only on a terminal and without NO_COLOR."""
@@ -192,6 +237,19 @@ class View:
             body = dict.fromkeys(("source", "output", "plan", "checks"))
             print(json.dumps({**head, "ok": ok, **body, **parts(), "provenance": made}))
         sys.exit(0 if ok else 1)
+
+
+def _throttle(say: Callable[[str], None], seconds: float = 15) -> Callable[[str], None]:
+    """Pass on the first word, and then one every so many seconds."""
+    last = float("-inf")
+
+    def speak(news: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            say(news)
+
+    return speak
 
 
 def main() -> None:

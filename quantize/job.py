@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from models.base import Family
-from quantize.card import render_card
+from quantize.card import NOT_SERVED, render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from quantize.engine import Advance, check_disk, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
@@ -131,7 +131,7 @@ def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> dict[str
             reports[name] = _complete(job, layouts[name], partial / name, name, settings)
         reports["pair"] = _check_written(partial, settings)
         write_json(partial / PAIR_REPORT, _pair_report(reports["pair"], settings))
-        _link(partial)
+        link_halves(partial)
         halves = (open_checkpoint(str(partial / name)) for name in HALVES)
         write_text(partial / "serve.sh", pair_script(*halves))
         (partial / "serve.sh").chmod(0o755)
@@ -152,17 +152,18 @@ def _pair_report(report: Report, settings: Settings) -> dict[str, Any]:
     return {
         "provenance": provenance(settings.command),
         "checks": report.to_json()["checks"],
-        "served": "not measured",
+        "served": NOT_SERVED,
     }
 
 
-def _link(partial: Path) -> None:
-    """Each half's report names the pair's report and its hash."""
-    digest = sha256((partial / PAIR_REPORT).read_bytes()).hexdigest()
+def link_halves(pair: Path, served: str = NOT_SERVED) -> None:
+    """Each half's report names the pair's report, its hash, and in a line what was ``served``."""
+    digest = sha256((pair / PAIR_REPORT).read_bytes()).hexdigest()
     for name in HALVES:
-        path = partial / name / REPORT
+        path = pair / name / REPORT
         data = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, data | {"pair": {"report": f"../{PAIR_REPORT}", "sha256": digest}})
+        link = {"report": f"../{PAIR_REPORT}", "sha256": digest, "served": served}
+        write_json(path, data | {"pair": link})
 
 
 def _complete(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantize.card import NOT_SERVED
 from quantize.checkpoint import Checkpoint, bring_local, open_checkpoint
 from quantize.errors import BadOutput, ToolError
 from quantize.job import (
@@ -108,12 +109,18 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
     reports = run_pair(*jobs, given["out"], settings)
     out: Path = given["out"]
     _show_pair(view, jobs, reports, out)
+    served = {}
+    if given["accept"]:
+        from quantize.serving_verbs import accept_pair
+
+        served = accept_pair(view, given, out, (str(target.path), str(draft.path)))
     view.result(
-        True,
+        served.get("ok", True),
         lambda: {
             "source": target.files.origin,
             "draft_source": draft.files.origin,
             "output": str(out),
+            "served": served or NOT_SERVED,
             "plan": {name: job.plan.to_json() for name, job in zip(HALVES, jobs, strict=True)},
             "checks": {name: report.to_json()["checks"] for name, report in reports.items()},
             "tensors": {name: report.to_json()["tensors"] for name, report in reports.items()},

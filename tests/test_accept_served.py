@@ -190,13 +190,20 @@ def test_poisoned_draft_is_a_wiring_fault_on_a_running_server(
     )
     words = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target))
     launch = Launch(words, options, tmp_path / "log")
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps({"prompt": "word " * n}) + "\n" for n in (5, 2000)))
     with serve(launch, lambda _: None) as url:
         done = accept("--url", url, "--prompts", prompts, *SMALL[:4], "-o", tmp_path / "report")
+        partial = accept("--url", url, "--prompts", long, *SMALL[:4], "-o", tmp_path / "partial")
         fetch(f"{url}/health")
     assert done.returncode == 1
     assert "wiring fault" in done.stderr
     assert "exclusions" in done.stderr
     assert not (tmp_path / "report" / "target+draft-1.log").exists()
+    assert partial.returncode == 1
+    assert "error: 1 of 2 prompts failed; first prompt 1: " in partial.stderr
+    assert "HTTP 400" in partial.stderr
+    assert not (tmp_path / "partial" / "acceptance.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -264,6 +271,13 @@ def test_interpreter_without_vllm(target: Path, tmp_path: Path) -> None:
     done = accept(target, draft_path(), *options)
     assert done.returncode == 1
     assert "error: /nowhere/python is no Python that runs" in done.stderr
+
+
+def test_url_where_nothing_listens(tmp_path: Path) -> None:
+    done = accept("--url", f"http://127.0.0.1:{free_port()}", "-o", tmp_path / "report")
+    assert done.returncode == 1
+    assert "Connection refused" in done.stderr
+    assert "is the server up?" in done.stderr
 
 
 def test_folder_that_is_not_empty(target: Path, tmp_path: Path) -> None:
