@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,20 @@ class View:
             if not size:
                 bar.update(task, total=1, completed=1)
 
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
+        """One line about something of unknown length; without a terminal one every 15 seconds."""
+        console = self.console
+        if self.quiet:
+            yield lambda _: None
+        elif console.is_terminal:
+            from rich.text import Text  # shown as it is: a path may look like markup
+
+            with console.status(Text(text)) as status:
+                yield lambda news: status.update(Text(f"{text}: {news}"))
+        else:
+            yield _throttle(lambda news: print(f"{text}: {news}", file=sys.stderr, flush=True))
+
     @property
     def console(self) -> Any:
         """Rich's console on stderr; colour only on a terminal and without NO_COLOR."""
@@ -71,3 +86,16 @@ class View:
             body = dict.fromkeys(("source", "output", "plan", "checks"))
             print(json.dumps({**head, "ok": ok, **body, **parts(), "provenance": made}))
         sys.exit(0 if ok else 1)
+
+
+def _throttle(say: Callable[[str], None], seconds: float = 15) -> Callable[[str], None]:
+    """Pass on the first word, and then one every so many seconds."""
+    last = float("-inf")
+
+    def speak(news: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            say(news)
+
+    return speak
