@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+NOT_SERVED = "not measured"
+
 
 def render_card(report: Mapping[str, Any]) -> str:
     """``README.md`` from the content of ``quantization_report.json``."""
@@ -39,7 +41,8 @@ def render_card(report: Mapping[str, Any]) -> str:
                 for check in report["checks"]
             ),
             "",
-            "Language quality and served acceptance length: not measured.",
+            "Language quality: not measured.",
+            f"Served acceptance: {report.get('pair', {}).get('served', NOT_SERVED)}.",
             "",
         )
     )

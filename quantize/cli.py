@@ -16,14 +16,17 @@ from quantize.options import (
     CONSENT,
     DISPLAY,
     IGNORE_INDEX,
+    MEASURE,
     OUTPUT,
     PAIR,
     RESTART,
+    SERVE,
     WORK,
     Verb,
     apply,
     model_argument,
     model_options,
+    spellings,
 )
 from quantize.view import View
 
@@ -69,7 +72,8 @@ def run(**given: Any) -> None:
 @model_argument("draft", "--draft-model-dir")
 @OUTPUT
 @apply(model_options("target", "mxfp4"), model_options("draft", "fp8_rowwise"))
-@apply(CONSENT, PAIR, WORK, DISPLAY)
+@click.option("--accept", is_flag=True, help="Then serve OUT and its sources, and compare.")
+@apply(CONSENT, PAIR, WORK, MEASURE, DISPLAY)
 def pair(**given: Any) -> None:
     """Quantize a target and its draft into OUT/target and OUT/draft.
 
@@ -88,6 +92,7 @@ def pair(**given: Any) -> None:
 @click.option("--allow-unmeasured", is_flag=True, help="Exit 0 although some checks lack a source.")
 @IGNORE_INDEX
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the checks as JUnit XML.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write the report as one HTML file.")
 @DISPLAY
 def verify(**given: Any) -> None:
     """Prove an output: every byte, every name, and the pair where both halves are given.
@@ -97,6 +102,50 @@ def verify(**given: Any) -> None:
     from quantize.verbs import verify_verb
 
     verify_verb(View("verify", given), given)
+
+
+@cli.command(cls=Verb)
+@click.argument("target", required=False)
+@click.argument("draft", required=False)
+@click.option("--baseline-target", help="Compare with this target.")
+@click.option("--baseline-draft", help="Compare with this draft.")
+@click.option("--url", help="Measure a server that runs; it is not started, nor stopped.")
+@click.option("--record", is_flag=True, help="Record it in the pair TARGET and DRAFT belong to.")
+@click.option(
+    *spellings("--output-dir"),
+    "-o",
+    "folder",
+    type=click.Path(path_type=Path),
+    default="acceptance",
+    show_default=True,
+    help="New folder for the report and the logs.",
+)
+@apply(MEASURE, DISPLAY)
+def accept(**given: Any) -> None:
+    """Measure acceptance length in a real vLLM.
+
+    Example: quantize accept ./pair/target ./pair/draft --baseline-draft ./draft
+    """
+    from quantize.serving_verbs import accept_verb
+
+    accept_verb(View("accept", given), given)
+
+
+@cli.command(cls=Verb)
+@click.argument("target")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_OPTIONS...]")
+@click.option("--draft", help="The EAGLE-3 draft of TARGET.")
+@click.option("--print", "print_only", is_flag=True, help="Print the script; start nothing.")
+@SERVE
+@DISPLAY
+def serve(**given: Any) -> None:
+    """Serve a target and its draft with vLLM, and the settings of this machine's platform.
+
+    Example: quantize serve ./pair/target --draft ./pair/draft --print --platform rocm
+    """
+    from quantize.serve_verb import serve_verb
+
+    serve_verb(View("serve", given), given)
 
 
 @cli.command(cls=Verb)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from models.base import Family
-from quantize.card import render_card
+from quantize.card import NOT_SERVED, render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from quantize.engine import Stage, check_disk, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPair, BadPlan
@@ -24,7 +24,7 @@ from quantize.plan import Options, Plan, make_plan
 from quantize.provenance import provenance
 from quantize.report import Check, Report
 from quantize.roles import find_family
-from quantize.serve_script import serve_script
+from quantize.serving.serve import pair_script
 from quantize.verify import verify_checkpoint
 from quantize.workdir import check_out, finish, open_journal, open_partial, write_json, write_text
 
@@ -150,8 +150,9 @@ def run_pair(target: Job, draft: Job, out: Path, settings: Settings) -> dict[str
             reports[name] = _complete(job, layouts[name], partial / name, name, settings)
         reports["pair"] = _check_written(partial, settings)
         write_json(partial / PAIR_REPORT, _pair_report(reports["pair"], settings))
-        _link(partial)
-        write_text(partial / "serve.sh", serve_script())
+        link_halves(partial)
+        halves = (open_checkpoint(str(partial / name)) for name in HALVES)
+        write_text(partial / "serve.sh", pair_script(*halves))
         (partial / "serve.sh").chmod(0o755)
         for report in reports.values():
             _refuse_failed(report, partial)
@@ -170,17 +171,18 @@ def _pair_report(report: Report, settings: Settings) -> dict[str, Any]:
     return {
         "provenance": provenance(settings.command),
         "checks": report.to_json()["checks"],
-        "served": "not measured",
+        "served": NOT_SERVED,
     }
 
 
-def _link(partial: Path) -> None:
-    """Each half's report names the pair's report and its hash."""
-    digest = sha256((partial / PAIR_REPORT).read_bytes()).hexdigest()
+def link_halves(pair: Path, served: str = NOT_SERVED) -> None:
+    """Each half's report names the pair's report, its hash, and in a line what was ``served``."""
+    digest = sha256((pair / PAIR_REPORT).read_bytes()).hexdigest()
     for name in HALVES:
-        path = partial / name / REPORT
+        path = pair / name / REPORT
         data = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, data | {"pair": {"report": f"../{PAIR_REPORT}", "sha256": digest}})
+        link = {"report": f"../{PAIR_REPORT}", "sha256": digest, "served": served}
+        write_json(path, data | {"pair": link})
 
 
 def _complete(

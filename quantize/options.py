@@ -216,6 +216,94 @@ DISPLAY = apply(
 )
 
 
+MEASURE = apply(
+    click.option(
+        "--prompts",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="JSONL with prompt or messages, and domain.  [default: 88 held-out prompts]",
+    ),
+    click.option(
+        *spellings("--num-speculative-tokens"),
+        type=click.IntRange(min=1),
+        default=3,
+        show_default=True,
+    ),
+    click.option(
+        *spellings("--max-tokens"), type=click.IntRange(min=1), default=160, show_default=True
+    ),
+    click.option(
+        "--temperature", type=click.FloatRange(min=0), default=0, help="[default: greedy]"
+    ),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
+    click.option("--concurrency", type=click.IntRange(min=1), default=16, show_default=True),
+    click.option(
+        "--repeats",
+        type=click.IntRange(min=1),
+        help="Runs of each combination.  [default: 2 with a baseline, otherwise 1]",
+    ),
+    click.option(
+        *spellings("--min-retention"),
+        type=click.FloatRange(min=0, min_open=True),
+        help="Fail unless this much of the baseline's acceptance length is kept, such as 0.97.",
+    ),
+    click.option(
+        "--lossless/--no-lossless",
+        default=None,
+        help="Compare the greedy text with the target's alone.  [default: where it is greedy]",
+    ),
+    click.option(*spellings("--vllm-python"), help="Interpreter with vLLM.  [default: our own]"),
+    click.option(
+        *spellings("--vllm-args"),
+        default="",
+        metavar="TEXT",
+        help='More options for vLLM, such as "--tensor-parallel-size 4".',
+    ),
+    click.option("--port", type=click.IntRange(1, 65535), help="[default: a free one]"),
+    click.option(
+        *spellings("--start-timeout"),
+        type=click.FloatRange(min=0, min_open=True),
+        default=600,
+        show_default=True,
+        help="Seconds until a server must be healthy.",
+    ),
+)
+
+
+SERVE = apply(
+    click.option(
+        "--platform",
+        type=click.Choice(["rocm", "cuda", "cpu"]),
+        help="Where it will run.  [default: this machine]",
+    ),
+    click.option(
+        *spellings("--num-speculative-tokens"),
+        type=click.IntRange(min=1),
+        default=3,
+        show_default=True,
+        help="Draft tokens a step.",
+    ),
+    click.option(
+        *spellings("--max-model-len"), type=click.IntRange(min=1), help="Tokens of one request."
+    ),
+    click.option(
+        *spellings("--kv-cache-dtype"), metavar="TYPE", help="Of both KV caches, such as fp8."
+    ),
+    click.option(
+        *spellings("--tensor-parallel-size"),
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+    ),
+    click.option(
+        *spellings("--draft-tensor-parallel-size"),
+        type=click.IntRange(min=1),
+        help="1 or the target's.  [default: the target's]",
+    ),
+    click.option("--expert-parallel", is_flag=True, help="Keep each expert whole on one rank."),
+    click.option(*spellings("--vllm-python"), help="Interpreter with vLLM.  [default: our own]"),
+)
+
+
 def model_argument(name: str, option: str) -> Decorator[Any]:
     """A positional checkpoint that may also be given as an option, as in Quark's scripts."""
     return apply(

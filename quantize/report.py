@@ -145,6 +145,18 @@ def tensor_table(report: Report, rows: int = 5) -> Table:
     return table
 
 
+def figure_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    """Rows of figures, each under its column."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
 def junit_xml(reports: Mapping[str, Report], *, allow_unmeasured: bool) -> str:
     """The checks in JUnit's XML: a failed one is a failure, one not measured an error.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from quantize.card import NOT_SERVED
 from quantize.checkpoint import Checkpoint, bring_local, open_checkpoint
 from quantize.engine import load_quark
 from quantize.errors import BadOutput, ToolError
@@ -113,12 +114,18 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
     reports = run_pair(*jobs, given["out"], settings)
     out: Path = given["out"]
     _show_pair(view, jobs, reports, out)
+    served = {}
+    if given["accept"]:
+        from quantize.serving_verbs import accept_pair
+
+        served = accept_pair(view, given, out, (str(target.path), str(draft.path)))
     view.result(
-        True,
+        served.get("ok", True),
         lambda: {
             "source": target.files.origin,
             "draft_source": draft.files.origin,
             "output": str(out),
+            "served": served or NOT_SERVED,
             "plan": {name: job.plan.to_json() for name, job in zip(HALVES, jobs, strict=True)},
             "checks": {name: report.to_json()["checks"] for name, report in reports.items()},
             "tensors": {name: report.to_json()["tensors"] for name, report in reports.items()},
@@ -150,6 +157,10 @@ def verify_verb(view: View, given: dict[str, Any]) -> None:
     )
     if given["junit"]:
         given["junit"].write_text(junit_xml(reports, allow_unmeasured=allow), encoding="utf-8")
+    if given["html"]:
+        from quantize.serving.page import write_page
+
+        write_page(given["html"], given["out"], given["draft"], reports)
     failed = [check for report in reports.values() for check in report.failed]
     unmeasured = [check for report in reports.values() for check in report.unmeasured]
     view.show(*(check_table(name, report) for name, report in reports.items()))

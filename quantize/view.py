@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,20 @@ class View:
             yield lambda done: bar.advance(task, done)
             if not size:
                 bar.update(task, total=1, completed=1)
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
+        """One line about something of unknown length; without a terminal one every 15 seconds."""
+        console = self.console
+        if self.quiet:
+            yield lambda _: None
+        elif console.is_terminal:
+            from rich.text import Text  # shown as it is: a path may look like markup
+
+            with console.status(Text(text)) as status:
+                yield lambda news: status.update(Text(f"{text}: {news}"))
+        else:
+            yield _throttle(lambda news: print(f"{text}: {news}", file=sys.stderr, flush=True))
 
     @property
     def console(self) -> Any:
@@ -88,3 +103,16 @@ def _print(text: str) -> None:
         raise ToolError(f"the result cannot be written to stdout ({error.strerror})") from error
     if sys.stdout is None:
         raise ToolError("the result cannot be written: stdout is closed")
+
+
+def _throttle(say: Callable[[str], None], seconds: float = 15) -> Callable[[str], None]:
+    """Pass on the first word, and then one every so many seconds."""
+    last = float("-inf")
+
+    def speak(news: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            say(news)
+
+    return speak

@@ -1,0 +1,1 @@
+"""Real vLLM: processes, counters, acceptance, and what vLLM needs from us to serve a pair."""
