@@ -97,6 +97,8 @@ def run_verb(view: View, given: dict[str, Any]) -> None:
 
 def pair_verb(view: View, given: dict[str, Any]) -> None:
     """``quantize pair``: target and draft into one folder."""
+    if given["min_retention"] is not None and not given["accept"]:
+        raise click.UsageError("--min-retention needs --accept")
     target = _local(view, _open(_given(given, "target"), given), given)
     draft = open_checkpoint(_given(given, "draft"), ignore_index=given["ignore_index"])
     draft = _local(view, draft, given)
