@@ -24,7 +24,7 @@ from quantize.serving.client import Sampling
 from quantize.serving.intervals import Interval
 from quantize.serving.outcome import ACCEPTANCE_REPORT, requests_json, to_json
 from quantize.serving.prompts import default_prompts, read_prompts
-from quantize.serving.session import Session, Wishes, run_session
+from quantize.serving.session import Session, Wishes, prepare, run_session
 from quantize.workdir import write_json, write_text
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def accept_pair(
 def accept(view: View, wishes: Wishes) -> dict[str, Any]:
     """Measure, write the report's folder, show it; the session as JSON values."""
     view.show(*(f"warning: {warning}" for warning in wishes.prompts.warnings))
+    prepare(wishes)
     with _stoppable():
         digests = {} if wishes.url else _digests(view, wishes)
         session = run_session(wishes, view.waiting)

@@ -21,7 +21,12 @@ HOST = "127.0.0.1"
 TAIL = 25
 GRACE = 10.0
 """Seconds for a server to end by itself after SIGTERM, before SIGKILL."""
-CAUSE = re.compile(r"\b(?!SystemExit)\w+(?:Error|Exception): .+")
+CAUSE = re.compile(
+    r"^(?:\([^)]*pid=\d+\) )?(?:ERROR [-\d]+ [:\d]+ \[[^]]+\] )?"
+    r"((?:\w+\.)*\w+(?:Error|Exception): .+)$",
+    re.MULTILINE,
+)
+"""The last line of a traceback, behind what vLLM puts before the lines of its processes."""
 GENERIC = ("Engine core initialization failed", "WorkerProc initialization failed")
 KERNEL = (
     re.compile(r"Selected (\w+) for (\w+)"),

@@ -92,11 +92,14 @@ class Session:
         return add_up([r for run in self.acceptances[cell] for r in run.per_request])
 
 
-def open_folder(folder: Path) -> None:
-    """Make the report's folder, or take one that holds nothing, or only an interrupted session.
+def prepare(wishes: Wishes) -> None:
+    """Refuse what cannot succeed before anything slow begins, and make the report's folder.
 
-    Raises BadOutput when it holds anything else.
+    A folder that holds nothing, or only the logs of an interrupted session, is taken. Raises
+    BadOutput when it holds anything else, ToolError for a bar without a baseline.
     """
+    require_baseline(wishes.min_retention, wishes.cells)
+    folder = wishes.folder
     if folder.exists() and not folder.is_dir():
         raise BadOutput(f"{folder} is a file, expected a new folder", "choose another -o")
     if folder.is_dir():
@@ -111,8 +114,6 @@ def open_folder(folder: Path) -> None:
 
 def run_session(wishes: Wishes, waiting: Waiting) -> Session:
     """Measure all that was wished for. Raises ToolError when a measurement cannot be trusted."""
-    require_baseline(wishes.min_retention, wishes.cells)
-    open_folder(wishes.folder)
     if wishes.url is not None:
         return _at_url(wishes, wishes.url, waiting)
     installed = _find_vllm(wishes.python)
