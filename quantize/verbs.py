@@ -100,16 +100,11 @@ def run_verb(view: View, given: dict[str, Any]) -> None:
 
 def pair_verb(view: View, given: dict[str, Any]) -> None:
     """``quantize pair``: target and draft into one folder."""
-<<<<<<< HEAD
+    if given["min_retention"] is not None and not given["accept"]:
+        raise click.UsageError("--min-retention needs --accept")
     names = _given(given, "target"), _given(given, "draft")
     target = _local(view, _open(names[0], given), given)
     draft = open_checkpoint(names[1], ignore_index=given["ignore_index"])
-=======
-    if given["min_retention"] is not None and not given["accept"]:
-        raise click.UsageError("--min-retention needs --accept")
-    target = _local(view, _open(_given(given, "target"), given), given)
-    draft = open_checkpoint(_given(given, "draft"), ignore_index=given["ignore_index"])
->>>>>>> origin/serving
     draft = _local(view, draft, given)
     jobs = (
         prepare_target(target, _options(given, "")),
