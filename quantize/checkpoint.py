@@ -22,7 +22,7 @@ from quantize.files import (
     read_at,
     refuse_pointer,
 )
-from quantize.header import Header, read_header, read_json
+from quantize.header import Header, read_header, read_json, shown
 from quantize.shards import INDEX, find_shards, refuse_index
 from schemes.base import TensorSpec
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG = "config.json"
+
+LARGEST_SIDE_FILE = 1_000_000_000
+"""Bytes of the largest file that travels beside the weights; published tokenizers have 40 MB."""
 
 TORCH_NAMES = {
     "BOOL": "bool",
@@ -251,12 +254,28 @@ def _side_files(files: Files, sizes: Mapping[str, int]) -> tuple[str, ...]:
     remote_code = _has_remote_code(files, sizes)
     names = tuple(name for name in sizes if is_side_file(name, remote_code))
     for name in names:
+        _check_side_file(files, name, sizes[name])
         # A pointer file is shorter than 1024 bytes (git-lfs docs/spec.md).
         if sizes[name] < 1024:
             refuse_pointer(files, name, read_at(files, name, 0, sizes[name]))
         else:
             files.open(name).close()
     return names
+
+
+def _check_side_file(files: Files, name: str, size: int) -> None:
+    """It travels into the output, so its name must be writable everywhere and its size modest."""
+    if not name.isprintable():
+        raise BadCheckpoint(
+            f"{files.origin}: found the file name {shown(name)}, expected printable characters",
+            "rename the file, or move it out of the folder",
+        )
+    if size > LARGEST_SIDE_FILE:
+        raise BadCheckpoint(
+            f"{files.origin}/{name}: found {size:,} bytes, expected at most "
+            f"{LARGEST_SIDE_FILE:,} in a file beside the weights",
+            "move it out of the folder, if it is not part of the model",
+        )
 
 
 def _has_remote_code(files: Files, sizes: Mapping[str, int]) -> bool:

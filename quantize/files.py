@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -38,6 +39,10 @@ NEVER = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack", ".on
 """Endings of weights and training state: never side files, whatever their names say."""
 
 
+COPY_BYTES = 8 << 20
+"""Bytes of a file that are copied at a time."""
+
+
 class Files(Protocol):
     """The root level of a checkpoint; nested folders such as ``original/`` are not part of it."""
 
@@ -69,31 +74,35 @@ class LocalFiles:
     def sizes(self) -> Mapping[str, int]:
         """Every file's name and size in bytes; 0 for a link that leads nowhere."""
         try:
-            paths = sorted(self.path.iterdir())
+            paths = [path for path in sorted(self.path.iterdir()) if not path.is_dir()]
         except OSError as error:
             raise BadCheckpoint(
                 f"{self.path}: the folder cannot be listed ({error.strerror})",
-                f"check its permissions: ls -ld {quote(str(self.path))}",
+                f"check its permissions (it needs r and x): ls -ld {quote(str(self.path))}",
             ) from error
-        return {path.name: _size(path) for path in paths if not path.is_dir()}
+        return {path.name: _size(path) for path in paths}
 
     def open(self, name: str) -> io.RawIOBase:
         """Open a regular file of the folder; see `Files.open`."""
         path = self.path / name
         target = self._target(name)
         try:
-            # Before opening: to open a pipe would wait for a writer.
-            if target.exists() and not target.is_file():
-                raise BadCheckpoint(
-                    f"{path}: found a pipe, device or folder, expected a regular file",
-                    f"look at it: ls -l {quote(str(path))}",
-                )
-            return io.FileIO(target)
+            # Without NONBLOCK a pipe would wait for a writer. The links are resolved: one that
+            # is new here is not followed.
+            descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = io.FileIO(descriptor)
         except OSError as error:
             raise BadCheckpoint(
                 f"{path}: cannot be read ({error.strerror})",
                 f"check the file, its permissions and where it links to: ls -lL {quote(str(path))}",
             ) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            file.close()
+            raise BadCheckpoint(
+                f"{path}: found a pipe, device or folder, expected a regular file",
+                f"look at it: ls -l {quote(str(path))}",
+            )
+        return file
 
     def _target(self, name: str) -> Path:
         """The file behind a name; the Hub cache links from ``snapshots/COMMIT`` to ``blobs``."""
@@ -143,6 +152,13 @@ def read_at(files: Files, name: str, offset: int, size: int) -> bytearray:
     return data
 
 
+def copy_file(files: Files, name: str, size: int, path: Path) -> None:
+    """Copy a file of ``size`` bytes to ``path``, a part at a time; raises as `read_at` does."""
+    with path.open("wb") as copy:
+        for start in range(0, size, COPY_BYTES):
+            copy.write(read_at(files, name, start, min(COPY_BYTES, size - start)))
+
+
 def refuse_pointer(files: Files, name: str, data: bytes | bytearray) -> None:
     """Refuse a git-LFS pointer: ``data`` is the start of the file."""
     if data.startswith(LFS_POINTER):
@@ -157,7 +173,7 @@ def fetch_again(files: Files, *names: str) -> str:
     if not isinstance(files, LocalFiles):
         return "the repository itself is at fault: try another revision, ORG/NAME@REVISION"
     folder = Path(os.path.realpath(files.path))
-    wanted = " ".join(quote(name) for name in names)
+    wanted = " ".join(map(quote, names)) if len(names) < 20 else "--include '*.safetensors'"
     if folder.parent.name == "snapshots":
         repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         return f"hf download {repo} {wanted} --revision {folder.name} --force-download"

@@ -42,12 +42,21 @@ def head_tensor(family: Family, checkpoint: Checkpoint) -> str:
 
 
 def tie_flags(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Every ``tie_word_embeddings`` of a config, by its dotted path, nested levels included."""
+    """Every ``tie_word_embeddings`` of a config, by its dotted path, nested levels included.
+
+    Encoders of images and sound have no word embeddings, whatever their part of a config says.
+    Raises `BadPlan` for a flag that is neither true nor false.
+    """
     flags = {}
     for key, value in config.items():
         if key == TIE_FLAG:
+            if not isinstance(value, bool | None):
+                raise BadPlan(
+                    f"config.json: {TIE_FLAG} is {str(value)[:40]!r}, expected true or false",
+                    f'set "{TIE_FLAG}": false in config.json if a head of its own is stored',
+                )
             flags[key] = bool(value)
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and not key.startswith(("vision", "audio")):
             flags |= {f"{key}.{path}": flag for path, flag in tie_flags(value).items()}
     return flags
 
@@ -71,6 +80,7 @@ def check_tie(family: Family, target: Checkpoint, *, compare: bool) -> Check:
         return Check("tie flag", "pass", f"tied to {family.embedding}", required)
     if not tied:
         return Check("tie flag", "pass", f"{family.head} of its own", required)
+    _refuse_contradiction(family, flags)
     _check_equal(tied[0], family, target, compare=compare)
     if not compare:
         return Check("tie flag", "not_measured", "needs the weights", required)
@@ -86,6 +96,18 @@ def _check_tied(family: Family, target: Checkpoint, flags: Mapping[str, bool]) -
         f"{family.embedding} ({said or f'no {TIE_FLAG} flag'})",
         f'if it is tied, set "{TIE_FLAG}": true at every level; otherwise a shard is missing',
     )
+
+
+def _refuse_contradiction(family: Family, flags: Mapping[str, bool]) -> None:
+    """Levels that disagree beside a stored head: engines differ in which of them they read."""
+    tied = [path for path, flag in flags.items() if flag]
+    untied = [path for path, flag in flags.items() if not flag]
+    if untied:
+        raise BadPlan(
+            f"config.json: {tied[0]} is true and {untied[0]} is false, and a {family.head} is "
+            f"stored beside {family.embedding}: some engines would drop the real head",
+            f'set "{TIE_FLAG}": false in config.json ({", ".join(tied)}): the head is stored',
+        )
 
 
 def _check_equal(flag: str, family: Family, checkpoint: Checkpoint, *, compare: bool) -> None:

@@ -15,7 +15,7 @@ from quantize.card import NOT_SERVED, render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from quantize.engine import Stage, check_disk, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPair, BadPlan
-from quantize.files import read_at
+from quantize.files import copy_file
 from quantize.head import check_tie
 from quantize.layout import INDEX_NAME, Shard, index_json, lay_out
 from quantize.metadata import edit_config
@@ -212,9 +212,9 @@ def _write_metadata(job: Job, shards: tuple[Shard, ...], folder: Path) -> None:
     write_json(folder / "config.json", edit_config(source.config, job.plan.quantization_config))
     if len(shards) > 1:
         write_json(folder / INDEX_NAME, index_json(shards, job.plan.stored.values()))
+    sizes = source.files.sizes()
     for name in source.side_files:
-        data = read_at(source.files, name, 0, source.files.sizes()[name])
-        (folder / name).write_bytes(data)
+        copy_file(source.files, name, sizes[name], folder / name)
 
 
 def _prove(job: Job, folder: Path, name: str, size: int, settings: Settings) -> Report:

@@ -6,8 +6,8 @@ Source: vLLM ``model_executor/models/llama_eagle3.py`` and ``v1/spec_decode/llm_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 from models.base import Family
 from quantize.checkpoint import Checkpoint
@@ -20,6 +20,8 @@ from quantize.vocabulary import check_d2t
 SHARED = "shared"
 NOT_SHARED = "not shared"
 TAPS = "eagle_aux_hidden_state_layer_ids"
+MOST_STATES = 64
+"""Auxiliary states of a draft; published ones read three."""
 
 
 def target_layers(target: Checkpoint) -> int:
@@ -137,18 +139,36 @@ def _check_states(target: Checkpoint, draft: Checkpoint) -> Iterator[Check]:
 def _aux_states(target: Checkpoint, draft: Checkpoint) -> tuple[int, tuple[int, ...]]:
     """How many auxiliary states ``fc`` reads, and at which layers vLLM taps the target."""
     layers = target_layers(target)
-    listed = _eagle_config(draft).get(TAPS) or draft.config.get(TAPS)
-    return _aux_count(draft), tuple(listed or (2, layers // 2, layers - 3))
+    listed = _listed(_eagle_config(draft), draft) or _listed(draft.config, draft)
+    return _aux_count(draft), listed or (2, layers // 2, layers - 3)
 
 
 def _aux_count(draft: Checkpoint) -> int:
     """As ``LlamaModel.__init__``: it does not look at a list at the config's top level."""
-    listed = _eagle_config(draft).get(TAPS)
-    return draft.config.get("num_aux_hidden_states") or (len(listed) if listed else 3)
+    key = "num_aux_hidden_states"
+    if not draft.config.get(key):
+        return len(_listed(_eagle_config(draft), draft)) or 3
+    count = _size(draft.config, key, draft)
+    if count > MOST_STATES:
+        _refuse(draft, key, count, f"at most {MOST_STATES}")
+    return count
+
+
+def _listed(config: Mapping[str, Any], draft: Checkpoint) -> tuple[int, ...]:
+    """The auxiliary layers that a config lists; empty where it lists none."""
+    taps = config.get(TAPS) or []
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps[:MOST_STATES]):
+        _refuse(draft, TAPS, taps, "a list of layer numbers")
+    if len(taps) > MOST_STATES:
+        _refuse(draft, TAPS, taps, f"at most {MOST_STATES} layers")
+    return tuple(taps)
 
 
 def _eagle_config(draft: Checkpoint) -> dict[str, Any]:
-    return draft.config.get("eagle_config") or {}
+    found = draft.config.get("eagle_config") or {}
+    if not isinstance(found, dict):
+        _refuse(draft, "eagle_config", found, "an object")
+    return dict(found)
 
 
 def _check_norms(draft: Checkpoint) -> Check:
@@ -214,9 +234,10 @@ def _check_shared(
     hidden = _size(draft.config, "hidden_size", draft)
     if ours not in draft.specs:
         shape = target.specs[theirs].shape
+        good = shape[1:] == (hidden,)
         detail = f"a draft without {ours} needs the target's width"
-        measured = SHARED if shape[1] == hidden else f"the target's {theirs} is {list(shape)}"
-        return _check(name, shape[1] == hidden, measured, f"[{shape[0]}, {hidden}]", detail)
+        measured = SHARED if good else f"the target's {theirs} is {list(shape)}"
+        return _check(name, good, measured, f"{[*shape[:1], hidden]}", detail)
     if role == "embedding" and draft.specs[ours].shape != (_vocab(target), hidden):
         measured = f"{ours} {list(draft.specs[ours].shape)}"
         detail = "the draft was trained for another target, or its config.json is wrong"
@@ -244,9 +265,13 @@ def _draft_vocab(draft: Checkpoint) -> int:
 
 def _size(config: Any, key: str, checkpoint: Checkpoint) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or value <= 0:
-        raise BadPair(
-            f"{checkpoint.files.origin}: config.json has {key} {value!r}, expected a number",
-            "complete the config",
-        )
+    if type(value) is not int or value <= 0:
+        _refuse(checkpoint, key, value, "a number")
     return value
+
+
+def _refuse(checkpoint: Checkpoint, key: str, value: Any, expected: str) -> NoReturn:
+    raise BadPair(
+        f"{checkpoint.files.origin}: config.json has {key} {value!r:.80}, expected {expected}",
+        "correct the config, or get it again",
+    )

@@ -99,7 +99,7 @@ def check_layers(
         if match := pattern.match(name):
             layers.setdefault(int(match.group(1) or 0), set()).add(name[match.end() :])
     expected = text_config(config).get("num_hidden_layers")
-    if not isinstance(expected, int) or sorted(layers) != list(range(expected)):
+    if type(expected) is not int or {*layers} != {*range(min(expected, len(layers) + 1))}:
         raise BadPlan(
             f"config.json: num_hidden_layers is {expected!r}, found tensors of "
             f"{len(layers)} layers ({_ranges(sorted(layers))})",

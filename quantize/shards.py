@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from shlex import quote
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quantize.errors import BadCheckpoint
 from quantize.files import LFS_POINTER, Files, LocalFiles, fetch_again, read_at, refuse_pointer
-from quantize.header import read_header, read_json
+from quantize.header import LONGEST_NAME, name_fault, read_header, read_json, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -72,10 +72,15 @@ def _read_index(files: Files, sizes: Mapping[str, int]) -> dict[str, str]:
             fetch_again(files, INDEX),
         )
     for name, shard in index.items():
-        if not isinstance(shard, str) or not _is_shard_name(shard):
+        fault = name_fault(name)
+        if not fault and not _is_shard_name(shard):
+            fault = (
+                f"found tensor {name!r} in {shown(str(shard))}, expected the name of a "
+                ".safetensors file in the same folder"
+            )
+        if fault:
             raise BadCheckpoint(
-                f"{files.origin}/{INDEX}: tensor {name!r} is in {str(shard)[:80]!r}, expected the "
-                "name of a .safetensors file in the same folder",
+                f"{files.origin}/{INDEX}: {fault}",
                 f"correct weight_map in {quote(files.origin)}/{INDEX}, or write the model again",
             )
     shards = set(index.values())
@@ -89,8 +94,14 @@ def _read_index(files: Files, sizes: Mapping[str, int]) -> dict[str, str]:
     return index
 
 
-def _is_shard_name(name: str) -> bool:
-    return name.endswith(".safetensors") and not set(name) & set("/\\\0")
+def _is_shard_name(name: Any) -> bool:
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and len(name) <= LONGEST_NAME
+        and name.isprintable()
+        and not set(name) & set("/\\")
+    )
 
 
 def _require_whole_set(files: Files, shards: list[str]) -> None:

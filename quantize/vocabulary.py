@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from quantize.checkpoint import Checkpoint
 from quantize.report import Check
 
+LARGEST_VOCABULARY = 1 << 24
+"""Ids of a target: ``d2t`` and ``t2d`` are read whole. Published vocabularies have 2¹⁸ or so."""
+
 
 def check_d2t(draft: Checkpoint, kept: int, vocab: int) -> Check:
     """``d2t`` and ``t2d`` of a draft that proposes ``kept`` of the target's ``vocab`` ids."""
@@ -27,8 +30,11 @@ def _d2t_problem(draft: Checkpoint, kept: int, vocab: int) -> str:
     spec = draft.specs.get("d2t")
     if spec is None:
         return "" if kept == vocab else f"no d2t, and {kept} of {vocab} ids are drafted"
-    if spec.dtype != "I64" or spec.shape != (kept,):
-        return f"d2t is {spec.dtype} {list(spec.shape)}, not I64 [{kept}]"
+    if spec.dtype != "I64" or spec.shape != (kept,) or vocab > LARGEST_VOCABULARY:
+        return (
+            f"d2t is {spec.dtype} {list(spec.shape)} for {vocab} target ids, not I64 [{kept}] for "
+            f"at most {LARGEST_VOCABULARY}"
+        )
     d2t = np.frombuffer(draft.read("d2t"), dtype=np.int64)
     if kept == vocab:
         return "a d2t that is not the identity beside a full vocabulary" if d2t.any() else ""
