@@ -9,6 +9,32 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
+class FusedExperts:
+    """Experts that a source stores as one 3-D tensor, where vLLM loads one weight for each.
+
+    ``pattern`` matches the whole tensor name, its group 1 the module of the experts; ``leaves``
+    share the output dimension in this order, row by row when ``interleaved``. A matrix is
+    ``[outputs, inputs]``, or ``[inputs, outputs]`` when ``transposed``.
+    """
+
+    pattern: str
+    leaves: tuple[str, ...]
+    transposed: bool = False
+    interleaved: bool = False
+
+    def match(self, name: str) -> bool:
+        """Whether the rule is about this tensor."""
+        return re.fullmatch(self.pattern, name) is not None
+
+    def spell(self, name: str, expert: int, leaf: str) -> str:
+        """The name of one expert's weight: ``….experts.7.down_proj.weight``."""
+        found = re.fullmatch(self.pattern, name)
+        if found is None:
+            raise ValueError(f"{name} does not match {self.pattern}")
+        return f"{found[1]}.{expert}.{leaf}.weight"
+
+
+@dataclass(frozen=True)
 class Family:
     """The tensors of an architecture, and which of them vLLM can run quantized.
 
@@ -37,6 +63,7 @@ class Family:
     required: tuple[str, ...] = ("model.embed_tokens.weight",)
     """Tensors outside the layers that every checkpoint must have; the head may be shared."""
     draft: bool = False
+    fused_experts: tuple[FusedExperts, ...] = ()
 
     @cached_property
     def _compiled(self) -> tuple[tuple[re.Pattern[str], str, str], ...]:

@@ -6,7 +6,7 @@ silently lose is refused here, by name. Nothing in this module imports torch at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,9 @@ CONFIG = "config.json"
 
 LARGEST_SIDE_FILE = 1_000_000_000
 """Bytes of the largest file that travels beside the weights; published tokenizers have 40 MB."""
+
+CHUNK_BYTES = 8 << 20
+"""Source bytes handled at a time: bounds memory whatever the tensor's size."""
 
 TORCH_NAMES = {
     "BOOL": "bool",
@@ -96,6 +99,33 @@ class Checkpoint:
         row_bytes = spec.nbytes // rows if rows else 0
         offset = self.offsets[name] + start_row * row_bytes
         return read_at(self.files, self.shard_of[name], offset, (stop - start_row) * row_bytes)
+
+    def chunks(self, name: str) -> Iterator[tuple[int, int]]:
+        """Row ranges of about `CHUNK_BYTES` each that cover a tensor's first dimension."""
+        spec = self.specs[name]
+        rows = spec.shape[0] if spec.shape else 1
+        step = max(1, CHUNK_BYTES // max(1, spec.nbytes // max(1, rows)))
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+
+    def expert(self, name: str, expert: int, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of one matrix of a tensor ``[E, N, …]``.
+
+        ``[stop - start, …]``, writable, on the CPU. Raises as `read` does.
+        """
+        import torch
+
+        spec = self.specs[name]
+        experts, rows, *rest = spec.shape
+        if not (0 <= expert < experts and 0 <= start <= stop <= rows):
+            raise ValueError(f"{name}: expert {expert}, rows {start}:{stop} of {spec.shape}")
+        row_bytes = spec.nbytes // max(1, experts * rows)
+        offset = self.offsets[name] + (expert * rows + start) * row_bytes
+        data = read_at(self.files, self.shard_of[name], offset, (stop - start) * row_bytes)
+        dtype = getattr(torch, TORCH_NAMES[spec.dtype])
+        if not data:
+            return torch.empty((stop - start, *rest), dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(stop - start, *rest)
 
     def tensor(self, name: str, start_row: int = 0, stop_row: int | None = None) -> Tensor:
         """The rows that `read` returns as a writable tensor ``[stop - start, ...]`` on the CPU."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from quantize.checkpoint import Checkpoint
 from quantize.entry import Entry
 from quantize.errors import BadCheckpoint, BadOutput, ToolError
-from quantize.head import row_chunks
 from quantize.layout import Shard
 from quantize.plan import Plan
+from quantize.source import Source
 from quantize.workdir import Journal
 from schemes import find_scheme
 from schemes.quark_setup import build_lock, import_quark, missing_compiler, needs_build
@@ -58,7 +58,7 @@ def load_quark(plans: Iterable[Plan], stage: Stage) -> None:
 
 
 def write_tensors(
-    source: Checkpoint,
+    source: Source,
     plan: Plan,
     shards: Sequence[Shard],
     folder: Path,
@@ -87,12 +87,12 @@ def write_tensors(
 
 
 def _write_entry(
-    source: Checkpoint, entry: Entry, places: dict[str, tuple[int, int]], device: str
+    source: Source, entry: Entry, places: dict[str, tuple[int, int]], device: str
 ) -> None:
     rows = entry.source.shape[0] if entry.source.shape else 1
     if entry.source.nbytes == 0:
         return
-    for start, stop in row_chunks(entry.source.shape, entry.source.nbytes // rows):
+    for start, stop in source.chunks(entry.source.name):
         pieces = transform(source, entry, start, stop, device)
         for spec, piece in zip(entry.stored, pieces, strict=True):
             descriptor, offset = places[spec.name]
@@ -100,9 +100,13 @@ def _write_entry(
 
 
 def transform(
-    source: Checkpoint, entry: Entry, start: int, stop: int, device: str
+    source: Source, entry: Entry, start: int, stop: int, device: str
 ) -> Iterator[memoryview]:
     """The stored bytes of rows ``start`` to ``stop`` of one entry, in the order of its specs."""
+    if entry.kept:
+        pieces = source.pieces(entry.source.name, start, stop)
+        yield from (tensor_bytes(piece) for piece in pieces)
+        return
     if entry.scheme is None and entry.source.dtype not in FLOATS:
         yield memoryview(source.read(entry.source.name, start, stop))
         return

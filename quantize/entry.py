@@ -15,7 +15,9 @@ class Entry:
 
     ``scheme`` None means preserved; ``stored`` empty means dropped on purpose. A weight that is
     not BF16 is cast before it is quantized, and a preserved tensor whose stored dtype differs
-    from its source's is cast; both need the user's consent.
+    from its source's is cast; both need the user's consent. ``source`` is the logical weight;
+    ``source_bytes`` are those that the source's files hold for it, and ``kept`` says that they
+    are the scheme's own and are copied.
     """
 
     source: TensorSpec
@@ -24,6 +26,8 @@ class Entry:
     scheme: str | None
     stored: tuple[TensorSpec, ...]
     reason: str
+    source_bytes: int
+    kept: bool = False
 
 
 def entry_to_json(entry: Entry) -> dict[str, Any]:
@@ -35,6 +39,8 @@ def entry_to_json(entry: Entry) -> dict[str, Any]:
         "scheme": entry.scheme,
         "stored": [_spec_to_json(spec) for spec in entry.stored],
         "reason": entry.reason,
+        "source_bytes": entry.source_bytes,
+        "kept": entry.kept,
     }
 
 
@@ -51,6 +57,8 @@ def entry_from_json(item: Mapping[str, Any]) -> Entry:
         scheme=item["scheme"],
         stored=tuple(_spec(spec) for spec in item["stored"]),
         reason=item["reason"],
+        source_bytes=item["source_bytes"],
+        kept=item["kept"],
     )
 
 

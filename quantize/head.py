@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from models.base import Family
@@ -10,18 +10,7 @@ from quantize.checkpoint import Checkpoint
 from quantize.errors import BadPlan
 from quantize.report import Check
 
-CHUNK_BYTES = 8 << 20
-"""Source bytes handled at a time: bounds memory whatever the tensor's size."""
-
 TIE_FLAG = "tie_word_embeddings"
-
-
-def row_chunks(shape: tuple[int, ...], row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Row ranges of about `CHUNK_BYTES` each that cover a tensor's first dimension."""
-    rows = shape[0] if shape else 1
-    step = max(1, CHUNK_BYTES // max(1, row_bytes))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
 
 
 def same_bytes(left: Checkpoint, left_name: str, right: Checkpoint, right_name: str) -> bool:
@@ -29,10 +18,9 @@ def same_bytes(left: Checkpoint, left_name: str, right: Checkpoint, right_name: 
     a, b = left.specs[left_name], right.specs[right_name]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    row_bytes = a.nbytes // max(1, a.shape[0] if a.shape else 1)
     return all(
         left.read(left_name, start, stop) == right.read(right_name, start, stop)
-        for start, stop in row_chunks(a.shape, row_bytes)
+        for start, stop in left.chunks(left_name)
     )
 
 

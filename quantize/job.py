@@ -25,6 +25,7 @@ from quantize.provenance import provenance
 from quantize.report import Check, Report
 from quantize.roles import find_family
 from quantize.serving.serve import pair_script
+from quantize.source import Source, read_through
 from quantize.verify import verify_checkpoint
 from quantize.workdir import check_out, finish, open_journal, open_partial, write_json, write_text
 
@@ -57,7 +58,7 @@ class PairOptions:
 class Job:
     """One checkpoint to write. ``target`` is the draft's; ``checks`` were made before it."""
 
-    source: Checkpoint
+    source: Source
     plan: Plan
     options: Options
     target: Checkpoint | None = None
@@ -66,10 +67,14 @@ class Job:
 
 def prepare_target(source: Checkpoint, options: Options, *, compare: bool = True) -> Job:
     """Check and plan a target. ``compare`` reads weights where a check needs them."""
+    source = read_through(source)
     with _naming(source):
         family = _family(source, draft=False)
         tie = check_tie(family, source, compare=compare)
-        return Job(source, make_plan(source.specs, source.config, options), options, checks=(tie,))
+        plan = make_plan(
+            source.specs, source.config, options, weights=source.weights, unused=source.unused
+        )
+        return Job(source, plan, options, checks=(tie,))
 
 
 def prepare_draft(
@@ -81,6 +86,7 @@ def prepare_draft(
     compare: bool = True,
 ) -> Job:
     """Check a draft against its target and plan it; a plan alone does not ``compare`` weights."""
+    source, target = read_through(source), read_through(target)
     with _naming(source):
         _family(source, draft=True)
         checks = check_pair(
@@ -93,6 +99,8 @@ def prepare_draft(
             options,
             target_layers=target_layers(target),
             dropped=redundant_tensors(target, source, dedupe=compare and wishes.dedupe_head),
+            weights=source.weights,
+            unused=source.unused,
         )
     return Job(source, plan, options, target, checks)
 

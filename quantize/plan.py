@@ -13,6 +13,8 @@ from quantize.entry import Entry, entry_from_json, entry_to_json
 from quantize.errors import BadPlan
 from quantize.metadata import build_quantization_config
 from quantize.roles import Role, check_layers, check_not_quantized, classify, find_family
+from quantize.sources import keeps_bytes
+from quantize.sources.base import PLAIN, Weight
 from schemes import find_scheme
 from schemes.base import TensorSpec
 
@@ -50,7 +52,7 @@ class Plan:
             "target_layers": self.target_layers,
             "tensor_parallel": list(self.tensor_parallel),
             "notes": list(self.notes),
-            "bytes_before": sum(entry.source.nbytes for entry in self.entries),
+            "bytes_before": sum(entry.source_bytes for entry in self.entries),
             "bytes_after": sum(spec.nbytes for spec in self.stored.values()),
             "tensors": [entry_to_json(entry) for entry in self.entries],
             "quantization_config": self.quantization_config,
@@ -76,21 +78,26 @@ def make_plan(
     *,
     target_layers: int | None = None,
     dropped: Mapping[str, str] | None = None,
+    weights: Mapping[str, Weight] | None = None,
+    unused: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plan one checkpoint from its headers and config.
 
     ``target_layers`` is needed for a draft: vLLM numbers its layers after the target's.
-    ``dropped`` maps tensors that `pair` found redundant to the reason. Raises `BadPlan`.
+    ``dropped`` maps tensors that `pair` found redundant to the reason. ``weights`` says how the
+    source stores what is not a plain tensor and ``unused`` what it stores beside them
+    (`quantize.source`). Raises `BadPlan`.
     """
     check_not_quantized(specs, config)
     family = find_family(specs, config)
     roles = classify(family, specs)
     check_layers(family, specs, config)
     _check_patterns(family, roles, options)
+    weights, dropped = weights or {}, dropped or {}
     entries = tuple(
         _dropped(roles[name], dropped[name])
-        if dropped and name in dropped
-        else _decide(roles[name], options)
+        if name in dropped
+        else _decide(roles[name], options, weights.get(name))
         for name in specs
     )
     _check_fused(family, entries)
@@ -114,7 +121,7 @@ def make_plan(
         else None,
         tensor_parallel=_tensor_parallel(family, quantized),
         target_layers=target_layers,
-        notes=_notes(entries),
+        notes=(*_notes(entries), *_unused(unused or {})),
     )
 
 
@@ -128,21 +135,33 @@ def resolve_scheme(name: str) -> str:
         raise BadPlan(str(error), f"or {BF16_SCHEME}, which leaves the model as it is") from error
 
 
-def _decide(role: Role, options: Options) -> Entry:
+def _decide(role: Role, options: Options, weight: Weight | None) -> Entry:
     scheme, reason = _choose(role, options)
     spec = role.spec
+    if weight is not None and weight.format != PLAIN:
+        reason += f"; stored as {weight.format}"
     if scheme is not None and scheme != BF16_SCHEME:
         misfit = find_scheme(scheme).misfit(spec)
         if not misfit:
-            _check_source_dtype(spec, options)
-            if spec.dtype != "BF16":
-                reason += f"; cast from {spec.dtype} to BF16 first"
-            return _entry(role, scheme, find_scheme(scheme).stored(spec), reason)
+            return _quantized(role, scheme, reason, options, weight)
         reason = f"{MISFIT}{misfit}"
     stored = spec
     if role.head and spec.dtype != "BF16":
         stored, reason = _cast_head(spec, options)
-    return _entry(role, None, (stored,), reason)
+    return _entry(role, None, (stored,), reason, weight)
+
+
+def _quantized(
+    role: Role, scheme: str, reason: str, options: Options, weight: Weight | None
+) -> Entry:
+    spec = role.spec
+    stored = find_scheme(scheme).stored(spec)
+    if weight is not None and keeps_bytes(weight, scheme):
+        return _entry(role, scheme, stored, f"{reason}: bytes kept", weight, kept=True)
+    _check_source_dtype(spec, options)
+    if spec.dtype != "BF16":
+        reason += f"; cast from {spec.dtype} to BF16 first"
+    return _entry(role, scheme, stored, reason, weight)
 
 
 def _choose(role: Role, options: Options) -> tuple[str | None, str]:
@@ -162,12 +181,21 @@ def _choose(role: Role, options: Options) -> tuple[str | None, str]:
     return resolve_scheme(options.scheme), "decoder linear"
 
 
-def _entry(role: Role, scheme: str | None, stored: tuple[TensorSpec, ...], reason: str) -> Entry:
-    return Entry(role.spec, "plain", role.name, scheme, stored, reason)
+def _entry(
+    role: Role,
+    scheme: str | None,
+    stored: tuple[TensorSpec, ...],
+    reason: str,
+    weight: Weight | None,
+    *,
+    kept: bool = False,
+) -> Entry:
+    form, size = (weight.format, weight.nbytes) if weight else (PLAIN, role.spec.nbytes)
+    return Entry(role.spec, form, role.name, scheme, stored, reason, size, kept)
 
 
 def _dropped(role: Role, reason: str) -> Entry:
-    return _entry(role, None, (), f"dropped: {reason}")
+    return _entry(role, None, (), f"dropped: {reason}", None)
 
 
 def _check_source_dtype(spec: TensorSpec, options: Options) -> None:
@@ -267,6 +295,13 @@ def _notes(entries: Iterable[Entry]) -> tuple[str, ...]:
         return ()
     names = _some([entry.source.name for entry in misfits])
     return (f"{len(misfits)} weights stay BF16 ({misfits[0].reason}): {names}",)
+
+
+def _unused(unused: Mapping[str, str]) -> tuple[str, ...]:
+    if not unused:
+        return ()
+    reason = next(iter(unused.values()))
+    return (f"{len(unused)} tensors are left out ({reason}): {_some(list(unused))}",)
 
 
 def _some(names: list[str]) -> str:

@@ -11,8 +11,8 @@ from quantize.checkpoint import Checkpoint
 from quantize.engine import FLOATS, cast_head, cast_weight, check_finite, tensor_bytes
 from quantize.entry import Entry
 from quantize.errors import BadCheckpoint
-from quantize.head import row_chunks
 from quantize.report import TensorProof
+from quantize.source import Source
 from schemes import find_scheme
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ class Findings:
     quantized_bytes: int = 0
 
 
-def prove_entry(out: Checkpoint, entry: Entry, source: Checkpoint | None, found: Findings) -> None:
+def prove_entry(out: Checkpoint, entry: Entry, source: Source | None, found: Findings) -> None:
     """Check one stored entry against the scheme and, where there is one, the source."""
     if entry.scheme is not None:
         _prove_quantized(out, entry, source, found)
         return
     spec = entry.stored[0]
-    for start, stop in row_chunks(spec.shape, _row_bytes(spec.nbytes, spec.shape)):
+    for start, stop in out.chunks(spec.name):
         stored = out.read(spec.name, start, stop)
         if spec.dtype in FLOATS:
             _note_finite(out, spec.name, start, stop, found)
@@ -49,11 +49,7 @@ def prove_entry(out: Checkpoint, entry: Entry, source: Checkpoint | None, found:
     found.preserved_bytes += spec.nbytes
 
 
-def _row_bytes(nbytes: int, shape: tuple[int, ...]) -> int:
-    return nbytes // max(1, shape[0] if shape else 1)
-
-
-def _source_bytes(source: Checkpoint, entry: Entry, start: int, stop: int) -> bytes | bytearray:
+def _source_bytes(source: Source, entry: Entry, start: int, stop: int) -> bytes | bytearray:
     if entry.stored[0].dtype == entry.source.dtype:
         return source.read(entry.source.name, start, stop)
     return bytes(tensor_bytes(cast_head(entry, source.tensor(entry.source.name, start, stop))))
@@ -77,16 +73,17 @@ class Sums:
     worst_row: float = math.inf
 
 
-def _prove_quantized(
-    out: Checkpoint, entry: Entry, source: Checkpoint | None, found: Findings
-) -> None:
+def _prove_quantized(out: Checkpoint, entry: Entry, source: Source | None, found: Findings) -> None:
     if entry.source.nbytes == 0:
         return
     scheme = find_scheme(entry.scheme or "")
-    rows, columns = entry.source.shape
+    columns = entry.source.shape[1]
     x = seeded_activations(entry.source.module, TOKENS, columns)
     sums = Sums()
-    for start, stop in row_chunks(entry.source.shape, entry.source.nbytes // rows):
+    # The source's own ranges: some of its weights can only be read whole.
+    for start, stop in (source or out).chunks(
+        entry.source.name if source else entry.stored[0].name
+    ):
         stored = tuple(out.tensor(spec.name, start, stop) for spec in entry.stored)
         problem = scheme.check_scale(stored[-1])
         if problem:
@@ -94,7 +91,7 @@ def _prove_quantized(
         if source is None:
             continue
         weight = cast_weight(source.tensor(entry.source.name, start, stop))
-        defined = scheme.define(weight)
+        defined = _expected(source, entry, weight, start, stop)
         for spec, ours, theirs in zip(entry.stored, stored, defined, strict=True):
             if tensor_bytes(ours) != tensor_bytes(theirs):
                 found.quantized.append(f"{spec.name} rows {start} to {stop}: other bytes")
@@ -102,6 +99,15 @@ def _prove_quantized(
     found.quantized_bytes += sum(spec.nbytes for spec in entry.stored)
     if source is not None:
         found.proofs.append(_proof(entry, sums))
+
+
+def _expected(
+    source: Source, entry: Entry, weight: Tensor, start: int, stop: int
+) -> tuple[Tensor, ...]:
+    """What the stored tensors must be: the source's own where kept, else the definition's."""
+    if entry.kept:
+        return source.pieces(entry.source.name, start, stop)
+    return find_scheme(entry.scheme or "").define(weight)
 
 
 def _add_energies(sums: Sums, weight: Tensor, stored: Tensor, x: Tensor, y: Tensor) -> None:

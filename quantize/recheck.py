@@ -17,6 +17,7 @@ from quantize.job import HALVES, PAIR_REPORT, REPORT
 from quantize.pair import check_pair, redundant_tensors, target_layers
 from quantize.plan import Options, Plan, make_plan, plan_from_json
 from quantize.report import Check, Report
+from quantize.source import Source, open_source
 from quantize.verify import verify_checkpoint
 
 
@@ -42,7 +43,7 @@ def verify_output(
     if draft is None and draft_source is not None:
         raise BadOutput("--draft-source was given without a draft", "add --draft OUT")
     sources = [
-        open_checkpoint(name, ignore_index=ignore_index) if name else None
+        open_source(name, ignore_index=ignore_index) if name else None
         for name in (source, draft_source)
     ]
     target = _open_output(folder)
@@ -72,7 +73,7 @@ def _open_output(folder: Path) -> Checkpoint:
     return open_checkpoint(str(folder))
 
 
-def _verify_one(folder: Path, out: Checkpoint, source: Checkpoint | None, stage: Stage) -> Report:
+def _verify_one(folder: Path, out: Checkpoint, source: Source | None, stage: Stage) -> Report:
     recorded = _read_report(folder)
     plan = plan_from_json(recorded["plan"])
     size = sum(entry.source.nbytes for entry in plan.entries)
@@ -81,7 +82,7 @@ def _verify_one(folder: Path, out: Checkpoint, source: Checkpoint | None, stage:
     return replace(report, checks=(_check_plan(recorded, plan, source), *report.checks))
 
 
-def _comparable(plan: Plan, source: Checkpoint | None) -> Checkpoint | None:
+def _comparable(plan: Plan, source: Source | None) -> Source | None:
     """The source if it has the tensors of the plan; of another one no byte can be compared."""
     if source is None:
         return None
@@ -89,7 +90,7 @@ def _comparable(plan: Plan, source: Checkpoint | None) -> Checkpoint | None:
     return source if same else None
 
 
-def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Checkpoint | None) -> Check:
+def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Source | None) -> Check:
     """The recorded plan is the one that the recorded options give for the source."""
     required = "the recorded options give the recorded plan"
     if source is None:
@@ -109,6 +110,8 @@ def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Checkpoint | No
             Options(**options),
             target_layers=plan.target_layers if plan.kind == "draft" else None,
             dropped=dropped,
+            weights=source.weights,
+            unused=source.unused,
         )
     except ToolError as error:
         return Check("plan", "fail", error.message, required, "is this the right --source?")
@@ -138,7 +141,7 @@ def _check_depth(plan: Plan, target: Checkpoint) -> Check:
     )
 
 
-def _check_dropped(plan: Plan, target: Checkpoint, source: Checkpoint | None) -> tuple[Check, ...]:
+def _check_dropped(plan: Plan, target: Checkpoint, source: Source | None) -> tuple[Check, ...]:
     """What was dropped from the draft is what the target has, byte for byte."""
     names = {entry.source.name for entry in plan.entries if not entry.stored}
     required = "each is the target's own, byte for byte, or an identity d2t"

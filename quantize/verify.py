@@ -16,6 +16,7 @@ from quantize.metadata import edit_config, linear_modules
 from quantize.plan import Plan
 from quantize.prove import Findings, prove_entry
 from quantize.report import Check, Report, TensorProof
+from quantize.source import Source
 from quantize.vllm_names import (
     find_layer_config,
     get_matching_fused,
@@ -26,7 +27,7 @@ from schemes import SCHEMES
 
 
 def verify_checkpoint(
-    out: Checkpoint, plan: Plan, source: Checkpoint | None, advance: Callable[[int], None]
+    out: Checkpoint, plan: Plan, source: Source | None, advance: Callable[[int], None]
 ) -> Report:
     """Every check of one checkpoint; what needs the source is not_measured without it."""
     headers = _check_headers(out, plan)

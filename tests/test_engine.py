@@ -23,7 +23,7 @@ from tiny import (
     write_llama,
 )
 
-from quantize import head
+from quantize import checkpoint
 from quantize.checkpoint import Checkpoint
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
 from quantize.job import Job, run_one
@@ -72,7 +72,7 @@ def test_bytes_do_not_depend_on_chunks(
     """Chunks of one row, and of a few rows with a rest; the default takes whole tensors."""
     source = write_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=32)
     run(source, tmp_path / "whole", scheme)
-    monkeypatch.setattr(head, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", chunk)
     job = target_job(source, scheme)
     reads = count_reads(job, monkeypatch)
     run_one(job, tmp_path / "parts", settings(verify=False))
@@ -86,7 +86,7 @@ def count_reads(job: Job, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     original = Checkpoint.read
 
     def read(self: Checkpoint, name: str, start: int = 0, stop: int | None = None) -> bytearray:
-        reads[name] += self is job.source
+        reads[name] += self is job.source.stored
         return original(self, name, start, stop)
 
     monkeypatch.setattr(Checkpoint, "read", read)
@@ -132,7 +132,7 @@ def test_damaged_number_is_named(
 def test_damage_in_a_later_chunk_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 16)
     tensor = llama_tensors(llama_config())[name]
     index = [size - 2 for size in tensor.shape]
     tensor[tuple(index)] = nan
