@@ -5,12 +5,22 @@ A scheme is a *module* of this package (see `SCHEMES` in ``__init__``) that meet
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    Bits = NDArray[np.uint16]
+    """BF16 numbers as their bits; numpy has no such type."""
+    Bytes = NDArray[np.uint8]
+    Floats = NDArray[np.float32]
+    Stored = Bytes | Floats
+    """A stored tensor in memory; FP8 elements are bytes."""
 
 ITEM_BYTES = {
     "BOOL": 1,
@@ -52,6 +62,17 @@ class TensorSpec:
         return self.name.rpartition(".")[0]
 
 
+class NotFinite(ValueError):
+    """A weight holds NaN or Inf."""
+
+
+def finite_magnitude(bits: int) -> float:
+    """The value of a BF16 magnitude given as bits. Raises `NotFinite` for NaN and Inf."""
+    if bits >= 0x7F80:
+        raise NotFinite("a number is NaN or Inf")
+    return float(struct.unpack("<f", (bits << 16).to_bytes(4, "little"))[0])
+
+
 class Scheme(Protocol):
     """A way to store a linear layer's weight ``[N, K]`` in fewer bits.
 
@@ -79,6 +100,13 @@ class Scheme(Protocol):
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Quantize a BF16 weight ``[N, K]`` with Quark's own operations, in `stored` order."""
+        ...
+
+    def quantize_bits(self, bits: Bits) -> tuple[Stored, ...]:
+        """What `quantize` returns and refuses, from BF16 bits, by our kernel for CPUs.
+
+        Raises `NotFinite` for NaN and Inf. Needs neither torch nor Quark; releases the GIL.
+        """
         ...
 
     def define(self, weight: Tensor) -> tuple[Tensor, ...]:

@@ -6,15 +6,17 @@ v1.0 (no infinities, largest finite 448), scale = largest magnitude of the row /
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from schemes.base import TensorSpec
+from schemes.base import TensorSpec, finite_magnitude
 from schemes.minifloat import round_to_minifloat
 from schemes.quark_config import layer_config as _layer_config
 from schemes.quark_quantize import quantize_with_quark
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from schemes.base import Bits, Stored
 
 NAME = "fp8_rowwise"
 ALIASES: tuple[str, ...] = ("ptpc_fp8", "fp8_per_channel", "FP8_DYNAMIC")
@@ -79,9 +81,31 @@ def quantize(weight: Tensor) -> tuple[Tensor, ...]:
     amax = weight.abs().amax(dim=1).float()
     lost = ((amax > 0) & (amax < LARGEST * 2.0**-126)).nonzero()
     if len(lost):
-        row = int(lost[0])
-        raise ValueError(f"row {row}: largest magnitude {amax[row]:.3g} is under 5.3e-36")
+        _refuse_row(int(lost[0]), float(amax[int(lost[0])]))
     return quantize_with_quark(QUARK_SCHEME, weight)
+
+
+def quantize_bits(bits: Bits) -> tuple[Stored, ...]:
+    """What `quantize` returns and refuses, from BF16 bits ``[N, K]`` by our kernel for CPUs.
+
+    Raises `NotFinite` for NaN and Inf. The E4M3 elements are uint8.
+    """
+    import numpy as np
+
+    from schemes.kernels import quantize_fp8_rowwise
+
+    codes = np.empty(bits.shape, np.uint8)
+    scale = np.empty(len(bits), np.float32)
+    finite_magnitude(quantize_fp8_rowwise(bits, codes, scale))
+    lost = np.flatnonzero(scale < 2.0**-126)
+    if len(lost):
+        row = int(lost[0])
+        _refuse_row(row, finite_magnitude(int((bits[row] & 0x7FFF).max())))
+    return codes, scale
+
+
+def _refuse_row(row: int, magnitude: float) -> NoReturn:
+    raise ValueError(f"row {row}: largest magnitude {magnitude:.3g} is under 5.3e-36")
 
 
 def define(weight: Tensor) -> tuple[Tensor, ...]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from schemes.base import TensorSpec
+from schemes.base import TensorSpec, finite_magnitude
 from schemes.minifloat import round_to_minifloat
 from schemes.quark_config import layer_config as _layer_config
 from schemes.quark_quantize import quantize_with_quark
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from schemes.base import Bits, Stored
 
 NAME = "mxfp4"
 ALIASES: tuple[str, ...] = ("w_mxfp4_a_mxfp4",)
@@ -79,11 +81,30 @@ def quantize(weight: Tensor) -> tuple[Tensor, ...]:
     Raises ValueError for a magnitude of 1.75·2¹²⁷ (3.0e38) or more: Quark's scale for it makes
     the stored weight infinite.
     """
-    largest = weight.abs().amax()
-    if largest >= 1.75 * 2.0**127:
-        raise ValueError(f"largest magnitude {largest:.3g} overflows MXFP4 (limit 2.98e38)")
+    _refuse_large(float(weight.abs().amax()))
     packed, scale = quantize_with_quark(QUARK_SCHEME, weight)
     return packed, scale
+
+
+def quantize_bits(bits: Bits) -> tuple[Stored, ...]:
+    """What `quantize` returns and refuses, from BF16 bits ``[N, K]`` by our kernel for CPUs.
+
+    Raises `NotFinite` for NaN and Inf.
+    """
+    import numpy as np
+
+    from schemes.kernels import quantize_mxfp4
+
+    rows, columns = bits.shape
+    packed = np.empty((rows, columns // 2), np.uint8)
+    scale = np.empty((rows, columns // BLOCK), np.uint8)
+    _refuse_large(finite_magnitude(quantize_mxfp4(bits, packed, scale)))
+    return packed, scale
+
+
+def _refuse_large(magnitude: float) -> None:
+    if magnitude >= 1.75 * 2.0**127:
+        raise ValueError(f"largest magnitude {magnitude:.3g} overflows MXFP4 (limit 2.98e38)")
 
 
 def define(weight: Tensor) -> tuple[Tensor, ...]:

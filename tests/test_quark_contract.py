@@ -65,7 +65,7 @@ def assert_same_tensors(
     scheme: Scheme,
     preserved: tuple[str, ...],
 ) -> None:
-    """Every 2-D weight not preserved equals both of ours; every other tensor its source."""
+    """Every 2-D weight not preserved equals all of ours; every other tensor its source."""
     seen, due = set(), 0
     for name, weight in source.items():
         if weight.dim() != 2 or name in preserved:
@@ -76,6 +76,8 @@ def assert_same_tensors(
         theirs = [raw(exported[name]), raw(exported[f"{name}_scale"])]
         assert [raw(tensor) for tensor in scheme.quantize(weight)] == theirs, name
         assert [raw(tensor) for tensor in scheme.define(weight)] == theirs, name
+        native = scheme.quantize_bits(weight.view(torch.uint16).numpy())
+        assert [part.tobytes() for part in native] == [data for _, _, data in theirs], name
         assert scheme.check_scale(exported[f"{name}_scale"]) == ""
         seen |= {name, f"{name}_scale"}
     assert due

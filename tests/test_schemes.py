@@ -180,6 +180,10 @@ def numbers(weight: Tensor) -> Array:
     return weight.float().numpy()
 
 
+def bits(weight: Tensor) -> npt.NDArray[np.uint16]:
+    return weight.view(torch.uint16).numpy()
+
+
 def mxfp4_by_ml_dtypes(weight: Array) -> list[bytes]:
     """MXFP4 with frexp and ml_dtypes' casts; Quark's departure for tiny blocks left out."""
     blocks = weight.astype(np.float64).reshape(len(weight), -1, 32)
@@ -208,13 +212,17 @@ def test_mxfp4_equals_ml_dtypes(seed: int) -> None:
     blocks = weight.view(-1, 32)
     weight = blocks[blocks.abs().amax(dim=1) >= 1.75 * 2.0**-125]
     assert len(weight) > 9000
-    assert raw(mxfp4.define(weight)) == mxfp4_by_ml_dtypes(numbers(weight))
+    expected = mxfp4_by_ml_dtypes(numbers(weight))
+    assert raw(mxfp4.define(weight)) == expected
+    assert [part.tobytes() for part in mxfp4.quantize_bits(bits(weight))] == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_fp8_equals_ml_dtypes(seed: int) -> None:
     weight = torch.cat((every_bf16(seed, float("inf")), same_size(seed)))
-    assert raw(fp8_rowwise.define(weight)) == fp8_by_ml_dtypes(numbers(weight))
+    expected = fp8_by_ml_dtypes(numbers(weight))
+    assert raw(fp8_rowwise.define(weight)) == expected
+    assert [part.tobytes() for part in fp8_rowwise.quantize_bits(bits(weight))] == expected
 
 
 def test_mxfp4_dequantizes_every_byte_as_ml_dtypes() -> None:
