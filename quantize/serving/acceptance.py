@@ -108,8 +108,9 @@ def measure(
     does not report each request's own acceptance.
     """
     short = Sampling(WARM_UP_TOKENS, sampling.temperature, sampling.seed)
+    cold = _scrape(url)
     warm = ask_all(url, [WARM_UP], short, 1, lambda _: None)
-    before = _settle(url, None, require_requests(warm))
+    before = _settle(url, cold, require_requests(warm))
     start = time.monotonic()
     answers = ask_all(url, prompts, sampling, concurrency, advance)
     seconds = time.monotonic() - start
@@ -234,20 +235,19 @@ def _request(answer: Answer) -> RequestAcceptance:
     )
 
 
-def _settle(url: str, before: Page | None, requests: Sequence[RequestAcceptance]) -> Page:
+def _scrape(url: str) -> Page:
+    return read_page(fetch(f"{url}/metrics").decode())
+
+
+def _settle(url: str, before: Page, requests: Sequence[RequestAcceptance]) -> Page:
     """The page once it shows the steps of ``requests``: it may lag behind the answers."""
     steps = sum(request.steps for request in requests)
     deadline = time.monotonic() + SETTLE
     while True:
-        page = read_page(fetch(f"{url}/metrics").decode())
-        counted = count_between(before, page).drafts if before else _total(page)
-        if counted >= steps or time.monotonic() > deadline:
+        page = _scrape(url)
+        if count_between(before, page).drafts >= steps or time.monotonic() > deadline:
             return page
         time.sleep(0.2)
-
-
-def _total(page: Page) -> int:
-    return sum(value for (name, _), value in page.values.items() if name == "drafts")
 
 
 def _by_prompt(
