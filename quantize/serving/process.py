@@ -142,6 +142,8 @@ def _died(launch: Launch, code: int) -> ToolError:
     text = launch.log.read_text(encoding="utf-8", errors="replace")
     causes = [cause for cause in CAUSE.findall(text) if not any(word in cause for word in GENERIC)]
     cause = f": {causes[0]}" if causes else ""
+    if code == 128 + signal.SIGKILL:
+        cause = ": it was killed, as the kernel does when memory runs out"
     return ToolError(
         f"vLLM ended with exit code {code}{cause}\nits log {launch.log} ends with:\n"
         f"{read_tail(launch.log)}",
