@@ -159,7 +159,7 @@ def demo(**given: Any) -> None:
 
     Example: quantize demo -o demo
     """
-    from quantize.verbs import demo_verb
+    from quantize.demo_verb import demo_verb
 
     demo_verb(View("demo", given), given)
 

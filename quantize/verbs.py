@@ -27,12 +27,8 @@ from quantize.job import (
 )
 from quantize.plan import Options, resolve_scheme
 from quantize.recheck import verify_output
-from quantize.report import Check, Report, check_table, junit_xml, plan_table, tensor_table
+from quantize.report import Report, check_table, junit_xml, plan_table, tensor_table
 from quantize.view import View
-
-LANGUAGE_QUALITY = Check(
-    "language quality", "not_measured", "no evaluation was run", "not part of this command"
-)
 
 
 def plan_verb(view: View, given: dict[str, Any]) -> None:
@@ -182,47 +178,6 @@ def verify_verb(view: View, given: dict[str, Any]) -> None:
     )
 
 
-def demo_verb(view: View, given: dict[str, Any]) -> None:
-    """``quantize demo``: the whole line, or the proof of the output that is already there."""
-    from quantize.demo import build_target, draft_path
-
-    folder: Path = given["out"]
-    with view.stage("build SmolLM2-135M-Instruct in BF16", 0):
-        source = build_target(folder / "smollm2-135m-instruct")
-    out, draft = folder / "pair", draft_path()
-    if out.exists():
-        reports = verify_output(out, str(source), None, str(draft), view.stage)
-    else:
-        reports = _make_demo(view, source, draft, out, restart=given["restart"])
-    view.show(*(check_table(name, report) for name, report in reports.items()))
-    view.show(check_table("not part of the demo", Report((LANGUAGE_QUALITY,))))
-    failed = any(report.failed or report.unmeasured for report in reports.values())
-    view.show(f"next: {out}/serve.sh serves the pair where vLLM has a kernel for mxfp4")
-    view.result(
-        not failed,
-        lambda: {
-            "source": str(source),
-            "output": str(out),
-            "checks": {name: report.to_json()["checks"] for name, report in reports.items()},
-            "language_quality": "not_measured",
-        },
-    )
-
-
-def _make_demo(
-    view: View, source: Path, draft: Path, out: Path, *, restart: bool
-) -> dict[str, Report]:
-    target = open_checkpoint(str(source))
-    jobs = (
-        prepare_target(target, Options("mxfp4")),
-        prepare_draft(open_checkpoint(str(draft)), target, Options("fp8_rowwise"), PairOptions()),
-    )
-    load_quark([job.plan for job in jobs], view.stage)
-    view.show(*(plan_table(job.plan) for job in jobs))
-    settings = Settings(view.argv, view.stage, 5 * 10**9, device=_device("auto"), restart=restart)
-    return run_pair(*jobs, out, settings)
-
-
 def _given(given: dict[str, Any], name: str) -> str:
     """A positional checkpoint, or the option that stands for it."""
     value, option = given[name], given[f"{name}_option"]
@@ -290,13 +245,14 @@ def _settings(view: View, given: Mapping[str, Any]) -> Settings:
         command=view.argv,
         stage=view.stage,
         max_shard_size=given["max_shard_size"],
-        device=_device(given["device"]),
+        device=choose_device(given["device"]),
         verify=not given["no_verify"],
         restart=given["restart"],
     )
 
 
-def _device(name: str) -> str:
+def choose_device(name: str) -> str:
+    """The device to compute on: ``auto`` takes a GPU where there is one. Raises BadOutput."""
     import torch
 
     if name == "auto":

@@ -27,6 +27,8 @@ CAUSE = re.compile(
     re.MULTILINE,
 )
 """The last line of a traceback, behind what vLLM puts before the lines of its processes."""
+SHORT_OF_MEMORY = "less than desired CPU memory utilization"
+"""What vLLM's CPU worker says when too little memory is free for its share (``cpu_worker.py``)."""
 GENERIC = ("Engine core initialization failed", "WorkerProc initialization failed")
 KERNEL = (
     re.compile(r"Selected (\w+) for (\w+)"),
@@ -144,10 +146,13 @@ def _died(launch: Launch, code: int) -> ToolError:
     cause = f": {causes[0]}" if causes else ""
     if code == 128 + signal.SIGKILL:
         cause = ": it was killed, as the kernel does when memory runs out"
+    hint = f"read {launch.log}; does vLLM serve the target without the draft?"
+    if SHORT_OF_MEMORY in text:
+        hint = 'let vLLM take less of the memory: --vllm-args "--gpu-memory-utilization 0.3"'
     return ToolError(
         f"vLLM ended with exit code {code}{cause}\nits log {launch.log} ends with:\n"
         f"{read_tail(launch.log)}",
-        f"read {launch.log}; does vLLM serve the target without the draft?",
+        hint,
     )
 
 
