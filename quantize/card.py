@@ -44,6 +44,10 @@ def render_card(report: Mapping[str, Any]) -> str:
             "Language quality: not measured.",
             f"Served acceptance: {report.get('pair', {}).get('served', NOT_SERVED)}.",
             "",
+            *(
+                f"![{caption}]({name})\n"
+                for name, caption in report.get("pair", {}).get("pictures", {}).items()
+            ),
         )
     )
 

@@ -183,14 +183,19 @@ def _pair_report(report: Report, settings: Settings) -> dict[str, Any]:
     }
 
 
-def link_halves(pair: Path, served: str = NOT_SERVED) -> None:
-    """Each half's report names the pair's report, its hash, and in a line what was ``served``."""
+def link_halves(
+    pair: Path, served: str = NOT_SERVED, pictures: Mapping[str, str] | None = None
+) -> None:
+    """Each half's report names the pair's report, its hash, and in a line what was ``served``.
+
+    ``pictures`` of it, captions by file name, are in each half.
+    """
     digest = sha256((pair / PAIR_REPORT).read_bytes()).hexdigest()
     for name in HALVES:
         path = pair / name / REPORT
         data = json.loads(path.read_text(encoding="utf-8"))
         link = {"report": f"../{PAIR_REPORT}", "sha256": digest, "served": served}
-        write_json(path, data | {"pair": link})
+        write_json(path, data | {"pair": link | ({"pictures": pictures} if pictures else {})})
 
 
 def _complete(

@@ -23,6 +23,7 @@ from quantize.serving.acceptance import CONVENTIONS
 from quantize.serving.client import Sampling
 from quantize.serving.intervals import Interval
 from quantize.serving.outcome import ACCEPTANCE_REPORT, requests_json, to_json
+from quantize.serving.picture import served_pictures, write_pngs
 from quantize.serving.prompts import default_prompts, read_prompts
 from quantize.serving.session import Session, Wishes, prepare, run_session
 from quantize.workdir import write_json, write_text
@@ -91,14 +92,17 @@ def accept(view: View, wishes: Wishes) -> dict[str, Any]:
 
 
 def record_served(pair: Path, served: Mapping[str, Any], folder: Path) -> None:
-    """Put a session into the pair's report, and link both halves and their cards to it."""
+    """Put a session into the pair's report; link both halves and their cards to it, with plots."""
     path = pair / PAIR_REPORT
     digest = sha256((folder / ACCEPTANCE_REPORT).read_bytes()).hexdigest()
     details = {"report": str(folder), "sha256": digest}
     report = json.loads(path.read_text(encoding="utf-8"))
     write_json(path, report | {"served": dict(served) | {"details": details}})
     cards = {half: _card(pair / half) for half in HALVES}
-    link_halves(pair, _served_line(served))
+    pictures = served_pictures(served)
+    for half in HALVES:
+        write_pngs(pair / half, pictures)
+    link_halves(pair, _served_line(served), {f"{each.name}.png": each.caption for each in pictures})
     for half, (before, text) in cards.items():
         if text == before:  # edited by nobody: it is still what we wrote
             data = json.loads((pair / half / REPORT).read_text(encoding="utf-8"))

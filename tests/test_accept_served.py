@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -169,7 +170,13 @@ def test_pair_records_a_session(
         if check.name == "link"
     ]
     assert link.status == "pass"
-    assert "pooled acceptance length 1." in (out / "target" / "README.md").read_text()
+    card = (out / "target" / "README.md").read_text()
+    assert "pooled acceptance length 1." in card
+    pictures = re.findall(r"!\[.+\]\((\S+)\)", card)
+    assert pictures == ["acceptance.png", "domains.png"]
+    for half in ("target", "draft"):
+        for name in pictures:
+            assert (out / half / name).read_bytes().startswith(b"\x89PNG")
     assert (out / "draft" / "README.md").read_text() == mine
 
 
@@ -256,6 +263,17 @@ def test_model_that_fails_to_load(tmp_path: Path) -> None:
     assert "error: vLLM ended with exit code 1: ValueError: Couldn't instantiate" in done.stderr
     assert "target+draft-1.log" in done.stderr
     assert servers(port) == []
+
+
+def test_too_little_free_memory(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    all_of_it = "--enforce-eager --gpu-memory-utilization 1.0"
+    done = accept(target, draft_path(), "--vllm-args", all_of_it, "-o", tmp_path / "report")
+    assert done.returncode == 1
+    assert "hint: let vLLM take less of the memory: --vllm-args" in done.stderr
+    assert "--gpu-memory-utilization 0.3" in done.stderr
 
 
 def test_server_that_is_never_healthy(target: Path, tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ def lists(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
     for known in possible:
         stock = [kernel for kernel in known.get(PlatformEnum.CPU, []) if not is_ours(kernel)]
         monkeypatch.setitem(known, PlatformEnum.CPU, stock)
+    monkeypatch.setattr(
+        kernels.layer_utils, "dispatch_cpu_unquantized_gemm", kernels._dispatch_stock
+    )
     monkeypatch.delenv(plugin.SWITCH, raising=False)
     return lambda: tuple(list(known[PlatformEnum.CPU]) for known in possible)
 
@@ -246,11 +249,47 @@ def test_fp8_is_the_schemes_matmul(
     )
 
 
+def load_bf16(
+    dispatch: Callable[..., None], weight: torch.Tensor, keep: bool = False
+) -> Callable[..., Any]:
+    """A layer as `UnquantizedLinearMethod` loads it, or as the embedding that is also the head."""
+    from vllm.model_executor.layers.utils import cpu_unquantized_gemm
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    dispatch(layer, remove_weight=not keep)
+    return lambda x, bias=None: cpu_unquantized_gemm(layer, x, layer.weight, bias)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["linear", "head"])
+@pytest.mark.parametrize("bias", [None, random(N, seed=9)], ids=["no bias", "bias"])
+def test_bf16_is_vllms_own_product(
+    kernels: ModuleType,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    keep: bool,
+) -> None:
+    found = load_bf16(kernels.dispatch_bf16, weight, keep)(x, bias)
+    # Without BF16 instructions oneDNN refuses, and this is `torch.nn.functional.linear`.
+    stock = load_bf16(kernels._dispatch_stock, weight, keep)(x, bias)
+    assert found.dtype is torch.bfloat16
+    assert not exceeds_rounding(found, stock, x, weight)
+
+
+def test_layers_that_are_not_bf16_keep_vllms_own_product(kernels: ModuleType) -> None:
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.eye(4), requires_grad=False)
+    kernels.dispatch_bf16(layer, remove_weight=False)
+    assert "multiply_bf16" not in layer.cpu_linear.__code__.co_names
+
+
 def test_compiled_kernels_compute_the_same(kernels: ModuleType, weight: torch.Tensor) -> None:
     x = seeded_activations("compiled", 16, K)
     layers = (
         load_mxfp4(kernels.PairQuantMxfp4LinearKernel, weight),
         load_fp8(kernels.PairQuantFp8LinearKernel, weight),
+        load_bf16(kernels.dispatch_bf16, weight),
     )
     for layer in layers:
         assert torch.equal(torch.compile(layer, fullgraph=True, dynamic=True)(x), layer(x))
@@ -269,6 +308,9 @@ def test_registration_adds_one_kernel_each(kernels: ModuleType, lists: Callable[
     ours = names.index("PairQuantFp8LinearKernel")
     assert names.index("CPUFP8W8A8ScaledMMLinearKernel") < ours
     assert names[ours + 1] == "ChannelWiseTorchFP8ScaledMMLinearKernel"
+    native = torch.cpu._is_avx512_bf16_supported()
+    ours = kernels._dispatch_stock if native else kernels.dispatch_bf16
+    assert kernels.layer_utils.dispatch_cpu_unquantized_gemm is ours
 
 
 def test_vllm_selects_the_registered_kernels(kernels: ModuleType, lists: Callable[[], Any]) -> None:
@@ -313,6 +355,9 @@ def test_switch_leaves_vllm_as_it_is(
     monkeypatch.setenv(plugin.SWITCH, "0")
     plugin.register()
     assert lists() == stock
+    from vllm.model_executor.layers import utils
+
+    assert utils.dispatch_cpu_unquantized_gemm.__module__ == utils.__name__
 
 
 def test_other_platforms_are_left_as_they_are(

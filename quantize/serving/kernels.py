@@ -1,8 +1,8 @@
 """Linear layers for vLLM's CPU build, with the numbers of the kernels they stand in for.
 
-Loaded by `quantize.serving.plugin` inside vLLM, never by the command. Both kernels keep weights
-in float32, four bytes each: the values of MXFP4 and FP8 are exact there, their products are too,
-and a CPU without BF16 instructions multiplies float32 several times faster than BF16.
+Loaded by `quantize.serving.plugin` inside vLLM, never by the command. Weights are kept in
+float32, four bytes each: the values of MXFP4, FP8 and BF16 are exact there, their products are
+too, and a CPU without BF16 instructions multiplies float32 some ten times faster than BF16.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.model_executor.kernels.linear import (
     MxFp4LinearLayerConfig,
     register_linear_kernel,
 )
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
@@ -35,13 +36,15 @@ Verdict = tuple[bool, str | None]
 """vLLM's answer to "can it?": yes or no, and why not."""
 _ANCHOR = 6291456.0
 """1.5·2²²: between 2²² and 2²³ float32 numbers lie half apart."""
+_dispatch_stock = layer_utils.dispatch_cpu_unquantized_gemm
 
 
 def register_kernels() -> None:
     """Offer both kernels to vLLM's selection on the CPU; a second call changes nothing.
 
     vLLM takes the first kernel of a list that fits, and `register_linear_kernel` appends. The FP8
-    kernel must come before the stock one, and after those with instructions of their own.
+    kernel must come before the stock one, and after those with instructions of their own. For
+    unquantized layers vLLM has no list: where its BF16 product is emulated, ours replaces it.
     """
     if not _POSSIBLE_MXFP4_KERNELS.get(PlatformEnum.CPU):
         register_linear_kernel(PairQuantMxfp4LinearKernel, PlatformEnum.CPU, "mxfp4")
@@ -49,6 +52,30 @@ def register_kernels() -> None:
     if PairQuantFp8LinearKernel not in fp8:
         stock = fp8.index(ChannelWiseTorchFP8ScaledMMLinearKernel)
         fp8.insert(stock, PairQuantFp8LinearKernel)
+    if not torch.cpu._is_avx512_bf16_supported():
+        layer_utils.dispatch_cpu_unquantized_gemm = dispatch_bf16
+
+
+def dispatch_bf16(layer: Any, remove_weight: bool) -> None:
+    """Give a BF16 layer ``[N, K]``, the head included, its product; others get vLLM's own.
+
+    Stands in for ``dispatch_cpu_unquantized_gemm``, which `UnquantizedLinearMethod` and
+    `UnquantizedEmbeddingMethod` call by that name once a layer is loaded.
+    """
+    weight = layer.weight
+    if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.bfloat16:
+        _dispatch_stock(layer, remove_weight)
+        return
+    values = weight.detach().float()
+    layer.cpu_linear = lambda x, _, bias=None: multiply_bf16(x, values, bias)
+    if remove_weight:
+        layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+
+def multiply_bf16(x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x Wᵀ + bias`` of a BF16 weight's float32 values, summed in float32, in the dtype of `x`."""
+    bias = bias if bias is None else bias.float()
+    return linear(x.float(), values, bias).to(x.dtype)
 
 
 def round_to_mxfp4(x: Tensor) -> Tensor:
@@ -95,10 +122,10 @@ class PairQuantMxfp4LinearKernel(MxFp4LinearKernel):  # type: ignore[misc]  # vL
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x Wᵀ + bias`` for ``[..., K]`` activations, summed in float32, in the dtype of `x`."""
-        quantized = self.config.activation_quant_key == kMxfp4Dynamic
-        activations = round_to_mxfp4(x) if quantized else x.float()
+        if self.config.activation_quant_key != kMxfp4Dynamic:
+            return multiply_bf16(x, layer.weight, bias)
         bias = bias if bias is None else bias.float()
-        return linear(activations, layer.weight, bias).to(x.dtype)
+        return linear(round_to_mxfp4(x), layer.weight, bias).to(x.dtype)
 
 
 class PairQuantFp8LinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
