@@ -24,8 +24,10 @@ from runs import silent
 from tiny import write_draft, write_llama
 
 from quantize.demo import draft_path
+from quantize.errors import ToolError
 from quantize.recheck import verify_output
-from quantize.serving.client import fetch
+from quantize.serving.acceptance import WARM_UP
+from quantize.serving.client import Sampling, ask_all, fetch
 from quantize.serving.process import Launch, serve
 from quantize.serving.prompts import default_prompts
 from quantize.serving_verbs import record_served
@@ -97,6 +99,14 @@ def group(number: int) -> list[int]:
         if same and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process.pid)
     return found
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        fetch(f"{url}/health", timeout=5)
+    except ToolError:
+        return False
+    return True
 
 
 def await_true(condition: Any, seconds: float) -> bool:
@@ -240,6 +250,27 @@ def test_no_server_survives(
     assert await_true(lambda: not group(number), 5 if sign == signal.SIGKILL else 0)
     assert servers(port) == []
     assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+def test_serve_answers_and_ends_with_ctrl_c(target: Path, demo_dir: Path, tmp_path: Path) -> None:
+    """``quantize serve`` as in a terminal: the interrupt reaches its whole process group."""
+    port = free_port()
+    options = ["--port", str(port), *EAGER.split()]
+    draft = demo_dir / "pair" / "draft"
+    command = [str(QUANTIZE), "serve", str(target), "--draft", str(draft), "--", *options]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert await_true(lambda: is_healthy(url), 240), (tmp_path / "log").read_text()[-3000:]
+        (answer,) = ask_all(url, [WARM_UP], Sampling(16, 0, 0), 1, lambda _: None)
+        assert answer.text
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+        assert await_true(lambda: not group(process.pid), 10)
+    finally:
+        if group(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_port_that_is_taken(target: Path, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Measures acceptance length for every scheme: ``make al-table``; hours on two cores.
 
-Each cell is one ``quantize accept`` over the 88 held-out prompts, in ``bench-results/al/CELL``; a
-cell that is there is not measured again, so an interrupted run continues. ``results/al.json`` gets
-every cell's figures with the counts of each prompt, and what each quantized half keeps: a paired
-bootstrap over prompts against the BF16 pair. Arguments name cells; without any: all.
+Each run is one ``quantize accept`` over the 88 held-out prompts, in ``bench-results/al/RUN``; a run
+that is there is not measured again, so an interrupted table continues. ``results/al.json`` gets
+every cell's figures with the counts of each prompt, and its ratio to the BF16 pair: a paired
+bootstrap over prompts. Arguments name runs; without any: all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from pruned import write_pruned  # noqa: E402
 
 from quantize.demo import build_target, draft_path  # noqa: E402
-from quantize.serving.acceptance import RequestAcceptance, length_ratio  # noqa: E402
+from quantize.serving.acceptance import (  # noqa: E402
+    RequestAcceptance,
+    add_up,
+    length_ratio,
+)
 from quantize.serving.intervals import Interval  # noqa: E402
+from quantize.serving.retention import noise_floor  # noqa: E402
 
 WORK = ROOT / "bench-results" / "al"
 RESULTS = ROOT / "results" / "al.json"
@@ -46,51 +51,56 @@ DRAFTS: dict[str, tuple[str, ...]] = {
 BASE = "bf16+bf16"
 BARS = {"bf16+fp8_rowwise": 0.995, "bf16+mxfp4": 0.985}
 """Least retention of a quantized draft beside the BF16 target: the point estimate."""
+REPEATS = (f"{BASE} 2", f"{BASE} 3")
+"""With the first, three runs of one cell: they give the noise floor, and together the baseline."""
 CELLS = (
     BASE,
     *(f"bf16+{draft}" for draft in DRAFTS),
     "bf16+8k",
     *(f"{target}+{draft}" for target in TARGETS for draft in ("bf16", *SCHEMES)),
 )
-REPEATS = {BASE: 3}
-"""Three runs of one cell give the noise floor."""
 
 
-def main(cells: Sequence[str]) -> int:
-    """Measure cells, collect what is there; exit code 1 when a bar is missed."""
-    for cell in cells or CELLS:
-        measure(cell)
-    done = [cell for cell in CELLS if (WORK / cell / "acceptance.json").exists()]
-    if BASE not in done:
+def main(runs: Sequence[str]) -> int:
+    """Measure runs, collect what is there; exit code 1 when a bar is missed."""
+    for run in runs or (*CELLS, *REPEATS):
+        measure(run)
+    reports = {run: read(run) for run in (*CELLS, *REPEATS) if is_measured(run)}
+    if BASE not in reports:
         return 0
-    results = collect(done)
+    results = collect(reports)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
-    return int(any(results["cells"][cell]["retention"]["value"] < bar for cell, bar in bars(done)))
-
-
-def bars(done: Iterable[str]) -> Iterable[tuple[str, float]]:
-    """The bars of what was measured."""
-    return ((cell, BARS[cell]) for cell in done if cell in BARS)
-
-
-def measure(cell: str) -> None:
-    """One session of ``quantize accept``, unless its report is there."""
-    out = WORK / cell
-    if (out / "acceptance.json").exists():
-        return
-    target, _, draft = cell.partition("+")
-    options = ["--repeats", str(REPEATS.get(cell, 1)), "--vllm-args", VLLM_ARGS]
-    options += ["--lossless" if cell == BASE else "--no-lossless"]
-    halves = [str(bring_target(target)), str(bring_draft(draft))]
-    done = subprocess.run(
-        [*QUANTIZE, "accept", *halves, *options, "-o", str(out)],
-        env=os.environ | ENVIRONMENT,
-        check=False,
+    measured = results["cells"]
+    return int(
+        any(measured[cell]["of_bf16"]["value"] < BARS[cell] for cell in BARS if cell in measured)
     )
-    if not (out / "acceptance.json").exists():
-        raise SystemExit(f"{cell}: not measured (exit code {done.returncode})")
+
+
+def is_measured(run: str) -> bool:
+    """Whether the run's report is there."""
+    return (WORK / run / "acceptance.json").exists()
+
+
+def read(run: str) -> dict[str, Any]:
+    """The report of a run."""
+    report: dict[str, Any] = json.loads((WORK / run / "acceptance.json").read_text())
+    return report
+
+
+def measure(run: str) -> None:
+    """One session of ``quantize accept``, unless its report is there."""
+    if is_measured(run):
+        return
+    target, draft = run.split(maxsplit=1)[0].split("+")
+    halves = [str(bring_target(target)), str(bring_draft(draft))]
+    options = ["--no-lossless", "--vllm-args", VLLM_ARGS, "-o", str(WORK / run)]
+    done = subprocess.run(
+        [*QUANTIZE, "accept", *halves, *options], env=os.environ | ENVIRONMENT, check=False
+    )
+    if not is_measured(run):
+        raise SystemExit(f"{run}: not measured (exit code {done.returncode})")
 
 
 def bring_target(name: str) -> Path:
@@ -118,33 +128,41 @@ def _run(source: Path, name: str, options: Iterable[str]) -> Path:
     return out
 
 
-def collect(done: Iterable[str]) -> dict[str, Any]:
-    """What the reports say, and the ratio of every cell to the BF16 pair."""
-    reports = {cell: json.loads((WORK / cell / "acceptance.json").read_text()) for cell in done}
-    base = reports[BASE]
+def collect(reports: Mapping[str, Any]) -> dict[str, Any]:
+    """What the reports say, the noise floor, and the ratio of every cell to the BF16 pair."""
+    first = reports[BASE]
+    repeats = [requests(reports[run]) for run in (BASE, *REPEATS) if run in reports]
+    base = [request for run in repeats for request in run]
     return {
-        "settings": base["settings"],
-        "prompts": base["prompts"],
-        "vllm": {key: base["vllm"][key] for key in ("version", "device")},
-        "conventions": base["conventions"],
-        "noise_floor": base["noise_floor"],
-        "lossless": base["lossless"],
-        "cells": {cell: _cell(report, base) for cell, report in reports.items()},
+        "settings": first["settings"],
+        "prompts": first["prompts"],
+        "vllm": {key: first["vllm"][key] for key in ("version", "device")},
+        "conventions": first["conventions"],
+        "noise_floor": noise_floor({BASE: [add_up(run) for run in repeats]}),
+        "repeats": [add_up(run).length for run in repeats],
+        "cells": {
+            cell: _cell(reports[cell], base, repeats[0]) for cell in CELLS if cell in reports
+        },
     }
 
 
-def _cell(report: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+def _cell(
+    report: Mapping[str, Any],
+    base: Sequence[RequestAcceptance],
+    first: Sequence[RequestAcceptance],
+) -> dict[str, Any]:
     (found,) = report["cells"].values()
+    (run,) = found["runs"]
+    ours = requests(report)
     kept = ("length", "mean_of_requests", "rates", "steps", "accepted_per_position", "domains")
-    ratio = length_ratio(requests(report), requests(base))
-    counts = [[r.prompt_index, r.steps, r.accepted] for r in requests(report)]
     return {
         **{half: {"sha256": found[half]["sha256"]} for half in ("target", "draft")},
         "kernels": found["kernels"],
         **{key: found[key] for key in kept},
-        "runs": found["runs"],
-        "retention": vars(ratio),
-        "prompt_steps_accepted": counts,
+        "tokens_per_second": run["tokens_per_second"],
+        "of_bf16": vars(length_ratio(ours, base)),
+        "same_text_as_bf16": sum(a.text == b.text for a, b in zip(ours, first, strict=True)),
+        "steps_accepted_by_prompt": [[r.steps, r.accepted] for r in ours],
     }
 
 
@@ -161,17 +179,17 @@ def requests(report: Mapping[str, Any]) -> list[RequestAcceptance]:
 def table(results: Mapping[str, Any]) -> str:
     """The results as a Markdown table."""
     lines = [
-        "| target | draft | AL | of the BF16 pair | accepted at 1, 2, 3 | tok/s |",
-        "|---|---|---|---|---|---|",
+        "| target | draft | AL | of the BF16 pair's | accepted at 1, 2, 3 |",
+        "|---|---|---|---|---|",
     ]
     for name, cell in results["cells"].items():
-        target, _, draft = name.partition("+")
+        target, draft = name.split("+")
         rates = " ".join(f"{rate['value']:.3f}"[1:] for rate in cell["rates"])
-        speed = sum(run["tokens_per_second"] for run in cell["runs"]) / len(cell["runs"])
-        length, ratio = Interval(**cell["length"]), Interval(**cell["retention"])
-        lines.append(f"| {target} | {draft} | {length} | {ratio} | {rates} | {speed:.0f} |")
-    floor = results["noise_floor"]
-    return "\n".join((*lines, f"\nnoise floor, three repeats of {BASE}: {floor:.2%}"))
+        length, ratio = Interval(**cell["length"]), Interval(**cell["of_bf16"])
+        lines.append(f"| {target} | {draft} | {length} | {ratio} | {rates} |")
+    if (floor := results["noise_floor"]) is not None:
+        lines.append(f"\nnoise floor, {len(results['repeats'])} runs of {BASE}: {floor:.2%}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
