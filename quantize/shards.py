@@ -14,7 +14,8 @@ from quantize.header import LONGEST_NAME, name_fault, read_header, read_json, sh
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_NUMBERED = re.compile(r"model-(\d{5})-of-(0?\d{5})\.safetensors", re.ASCII)
+"""transformers' names; DeepSeek's and Kimi's count in six digits, MiniMax's begin at 0."""
 
 _CONVERT = """\
 import pathlib, torch
@@ -108,7 +109,9 @@ def _require_whole_set(files: Files, shards: list[str]) -> None:
     """Without an index only ``model-00001-of-N`` to ``model-N-of-N``, and nothing else, will do."""
     totals = {match[2] if (match := _NUMBERED.fullmatch(name)) else "" for name in shards}
     total = totals.pop()
-    expected = {f"model-{n + 1:05}-of-{total}.safetensors" for n in range(int(total or 0))}
+    first = 0 if f"model-00000-of-{total}.safetensors" in shards else 1
+    numbers = range(first, first + int(total or 0))
+    expected = {f"model-{number:05}-of-{total}.safetensors" for number in numbers}
     if totals or not set(shards) <= expected:
         raise BadCheckpoint(
             f"{files.origin}: found several .safetensors files and no index in use "

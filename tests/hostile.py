@@ -167,9 +167,12 @@ def ids(*values: int) -> torch.Tensor:
 def _watch() -> list[list[str]]:
     """What is being collected; cached, because an audit hook stays for good."""
     lists: list[list[str]] = []
-    sys.addaudithook(
-        lambda event, args: lists[-1].append(str(args[0])) if lists and event == "open" else None
-    )
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if lists and event == "open" and isinstance(args[0], str | bytes):  # not a descriptor
+            lists[-1].append(os.fsdecode(args[0]))
+
+    sys.addaudithook(watch)
     return lists
 
 
