@@ -18,21 +18,17 @@ from quantize.files import (
     Files,
     LocalFiles,
     fetch_again,
-    is_side_file,
     read_at,
-    refuse_pointer,
 )
-from quantize.header import Header, read_header, read_json, shown
+from quantize.header import Header, read_header, read_json
 from quantize.shards import INDEX, find_shards, refuse_index
+from quantize.side_files import find_side_files
 from schemes.base import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG = "config.json"
-
-LARGEST_SIDE_FILE = 1_000_000_000
-"""Bytes of the largest file that travels beside the weights; published tokenizers have 40 MB."""
 
 CHUNK_BYTES = 8 << 20
 """Source bytes handled at a time: bounds memory whatever the tensor's size."""
@@ -174,7 +170,7 @@ def open_checkpoint(
             for header in headers.values()
             for spec, offset in zip(header.specs, header.offsets, strict=True)
         },
-        side_files=_side_files(files, sizes),
+        side_files=find_side_files(files, sizes),
         headers={shard: header.sha256 for shard, header in headers.items()},
     )
 
@@ -278,39 +274,3 @@ def _compare(
     for name, shard in shard_of.items():
         if name not in index:
             refuse_index(files, sizes, f"omits tensor {name!r}, which {shard} holds")
-
-
-def _side_files(files: Files, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    remote_code = _has_remote_code(files, sizes)
-    names = tuple(name for name in sizes if is_side_file(name, remote_code))
-    for name in names:
-        _check_side_file(files, name, sizes[name])
-        # A pointer file is shorter than 1024 bytes (git-lfs docs/spec.md).
-        if sizes[name] < 1024:
-            refuse_pointer(files, name, read_at(files, name, 0, sizes[name]))
-        else:
-            files.open(name).close()
-    return names
-
-
-def _check_side_file(files: Files, name: str, size: int) -> None:
-    """It travels into the output, so its name must be writable everywhere and its size modest."""
-    if not name.isprintable():
-        raise BadCheckpoint(
-            f"{files.origin}: found the file name {shown(name)}, expected printable characters",
-            "rename the file, or move it out of the folder",
-        )
-    if size > LARGEST_SIDE_FILE:
-        raise BadCheckpoint(
-            f"{files.origin}/{name}: found {size:,} bytes, expected at most "
-            f"{LARGEST_SIDE_FILE:,} in a file beside the weights",
-            "move it out of the folder, if it is not part of the model",
-        )
-
-
-def _has_remote_code(files: Files, sizes: Mapping[str, int]) -> bool:
-    """Whether one of the configs names classes in the folder's own ``.py`` files."""
-    configs = [name for name in sizes if name.endswith("config.json")]
-    return any(name.endswith(".py") for name in sizes) and any(
-        "auto_map" in read_json(files, name, sizes[name]) for name in configs
-    )

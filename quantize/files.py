@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from shlex import quote
 from typing import Protocol
@@ -16,28 +15,6 @@ from quantize.errors import BadCheckpoint
 
 LFS_POINTER = b"version https://git-lfs"
 """How a git-LFS pointer file starts (git-lfs `docs/spec.md`)."""
-
-SIDE_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.*",
-    "generation_config.json",
-    "*preprocessor_config.json",
-    "processor_config.json",
-    "image_processor*.json",
-    "license*",
-    "notice*",
-)
-"""Patterns, in lower case, of the files that travel with a model's weights."""
-
-NEVER = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack", ".onnx")
-"""Endings of weights and training state: never side files, whatever their names say."""
-
 
 COPY_BYTES = 8 << 20
 """Bytes of a file that are copied at a time."""
@@ -178,13 +155,3 @@ def fetch_again(files: Files, *names: str) -> str:
         repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         return f"hf download {repo} {wanted} --revision {folder.name} --force-download"
     return f"get it again: hf download ORG/NAME {wanted} --local-dir {quote(files.origin)}"
-
-
-def is_side_file(name: str, remote_code: bool) -> bool:
-    """Whether a file travels with the weights; ``remote_code``: the model needs its ``.py``."""
-    name = name.lower()
-    if name.endswith(NEVER):
-        return False
-    return (remote_code and name.endswith(".py")) or any(
-        fnmatchcase(name, pattern) for pattern in SIDE_FILES
-    )

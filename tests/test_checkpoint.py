@@ -30,7 +30,7 @@ from tiny import write, write_llama
 
 from quantize.checkpoint import TORCH_NAMES, fingerprint, open_checkpoint
 from quantize.errors import BadCheckpoint
-from quantize.files import is_side_file
+from quantize.side_files import is_side_file
 from schemes.base import ITEM_BYTES
 
 # ---- what opens -----------------------------------------------------------------------------

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import time
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 
