@@ -104,6 +104,9 @@ def transform(
 ) -> Iterator[memoryview]:
     """The stored bytes of rows ``start`` to ``stop`` of one entry, in the order of its specs."""
     if entry.kept:
+        # A NaN or an overflow would be copied unseen.
+        meant = source.tensor(entry.source.name, start, stop)
+        check_finite(source, entry.source.name, meant, start)
         pieces = source.pieces(entry.source.name, start, stop)
         yield from (tensor_bytes(piece) for piece in pieces)
         return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +13,7 @@ from models.base import Family
 from quantize.card import NOT_SERVED, render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from quantize.engine import Stage, check_disk, write_tensors
-from quantize.errors import BadCheckpoint, BadOutput, BadPair, BadPlan
+from quantize.errors import BadCheckpoint, BadOutput, BadPlan
 from quantize.files import copy_file
 from quantize.head import check_tie
 from quantize.layout import INDEX_NAME, Shard, index_json, lay_out
@@ -25,7 +24,7 @@ from quantize.provenance import provenance
 from quantize.report import Check, Report
 from quantize.roles import find_family
 from quantize.serving.serve import pair_script
-from quantize.source import Source, read_through
+from quantize.source import Source, naming, read_through
 from quantize.verify import verify_checkpoint
 from quantize.workdir import check_out, finish, open_journal, open_partial, write_json, write_text
 
@@ -68,7 +67,7 @@ class Job:
 def prepare_target(source: Checkpoint, options: Options, *, compare: bool = True) -> Job:
     """Check and plan a target. ``compare`` reads weights where a check needs them."""
     source = read_through(source)
-    with _naming(source):
+    with naming(source):
         family = _family(source, draft=False)
         tie = check_tie(family, source, compare=compare)
         plan = make_plan(
@@ -87,7 +86,7 @@ def prepare_draft(
 ) -> Job:
     """Check a draft against its target and plan it; a plan alone does not ``compare`` weights."""
     source, target = read_through(source), read_through(target)
-    with _naming(source):
+    with naming(source):
         _family(source, draft=True)
         checks = check_pair(
             target, source, compare=compare, require_shared=wishes.require_shared_head
@@ -105,21 +104,9 @@ def prepare_draft(
     return Job(source, plan, options, target, checks)
 
 
-@contextmanager
-def _naming(source: Checkpoint) -> Iterator[None]:
-    """Put the checkpoint's place before a refusal that speaks of its tensors or its config."""
-    origin = source.files.origin
-    try:
-        yield
-    except (BadPlan, BadPair) as error:
-        if origin in error.message:
-            raise
-        raise type(error)(f"{origin}: {error.message}", error.hint) from error
-
-
 def is_draft(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is an EAGLE-3 draft."""
-    with _naming(checkpoint):
+    with naming(checkpoint):
         return find_family(checkpoint.specs, checkpoint.config).draft
 
 

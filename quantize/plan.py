@@ -12,7 +12,7 @@ from models.base import Family
 from quantize.entry import Entry, entry_from_json, entry_to_json
 from quantize.errors import BadPlan
 from quantize.metadata import build_quantization_config
-from quantize.roles import Role, check_layers, check_not_quantized, classify, find_family
+from quantize.roles import Role, check_layers, classify, find_family
 from quantize.sources import keeps_bytes
 from quantize.sources.base import PLAIN, Weight
 from schemes import find_scheme
@@ -88,7 +88,6 @@ def make_plan(
     source stores what is not a plain tensor and ``unused`` what it stores beside them
     (`quantize.source`). Raises `BadPlan`.
     """
-    check_not_quantized(specs, config)
     family = find_family(specs, config)
     roles = classify(family, specs)
     check_layers(family, specs, config)

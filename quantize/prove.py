@@ -85,7 +85,7 @@ def _prove_quantized(out: Checkpoint, entry: Entry, source: Source | None, found
         entry.source.name if source else entry.stored[0].name
     ):
         stored = tuple(out.tensor(spec.name, start, stop) for spec in entry.stored)
-        problem = scheme.check_scale(stored[-1])
+        problem = _scale_fault(entry, stored)
         if problem:
             found.scales.append(f"{entry.stored[-1].name} rows {start} to {stop}: {problem}")
         if source is None:
@@ -99,6 +99,15 @@ def _prove_quantized(out: Checkpoint, entry: Entry, source: Source | None, found
     found.quantized_bytes += sum(spec.nbytes for spec in entry.stored)
     if source is not None:
         found.proofs.append(_proof(entry, sums))
+
+
+def _scale_fault(entry: Entry, stored: tuple[Tensor, ...]) -> str:
+    """Why the scales are not valid. Another tool's may be zero, never infinite."""
+    scheme = find_scheme(entry.scheme or "")
+    if not entry.kept:
+        return scheme.check_scale(stored[-1])
+    finite = cast_weight(scheme.dequantize(*stored)).isfinite().all()
+    return "" if finite else "they make a weight infinite or NaN in BF16"
 
 
 def _expected(

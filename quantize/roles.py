@@ -146,25 +146,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             spans.append([number, number])
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans[:5])
-
-
-def check_not_quantized(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> None:
-    """The source holds plain weights. Raises `BadPlan`."""
-    for level, part in (("", config), ("text_config.", text_config(config))):
-        found = part.get("quantization_config") or part.get("compression_config")
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else found
-            raise BadPlan(
-                f"config.json: {level}quantization_config says the source is already quantized "
-                f"({method}), expected a BF16 checkpoint",
-                "start from the BF16 model",
-            )
-    for spec in specs.values():
-        if spec.name.endswith(("_scale", "_scale_inv", "_packed", ".qweight", "_blocks")) or (
-            spec.name.endswith(".weight") and spec.dtype not in ("BF16", "F16", "F32")
-        ):
-            raise BadPlan(
-                f"{spec.name} ({spec.dtype} {list(spec.shape)}) belongs to a quantized checkpoint, "
-                "expected BF16 weights",
-                "start from the BF16 model",
-            )

@@ -7,21 +7,26 @@ Planning, quantizing and proving see a `Source` exactly as a plain `Checkpoint`;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import models
 from models.base import Family, FusedExperts
 from quantize.checkpoint import TORCH_NAMES, Checkpoint, open_checkpoint
-from quantize.errors import BadCheckpoint, BadPlan
+from quantize.errors import BadCheckpoint, BadPlan, ToolError
 from quantize.sources import FORMATS, METHODS, find_format
-from quantize.sources.base import PLAIN, Weight, read_rows
+from quantize.sources.base import PLAIN, FusedRows, Quantization, Weight, read_rows
+from quantize.sources.unread import (
+    LEFTOVERS,
+    drop_quantization,
+    find_quantization,
+    refuse_unread,
+)
 from schemes.base import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,11 @@ class Source(Checkpoint):
             return self.stored.tensor(name, start_row, stop_row)
         import torch
 
-        stop = weight.spec.shape[0] if stop_row is None else stop_row
+        rows, columns = weight.spec.shape
+        stop = rows if stop_row is None else stop_row
         dtype = getattr(torch, TORCH_NAMES[weight.spec.dtype])
+        if start_row == stop:
+            return torch.empty(0, columns, dtype=dtype)
         return _decode(self.stored, weight, start_row, stop).to(dtype)
 
     def read(self, name: str, start_row: int = 0, stop_row: int | None = None) -> bytearray:
@@ -83,8 +91,6 @@ def _decode(stored: Checkpoint, weight: Weight, start: int, stop: int) -> Tensor
 
 def _stored_rows(weight: Weight, start: int, stop: int) -> tuple[int, int]:
     """The stored rows from the first that logical rows ``start`` to ``stop`` need to the last."""
-    if stop <= start:
-        return weight.first, weight.first
     return weight.first + start * weight.step, weight.first + (stop - 1) * weight.step + 1
 
 
@@ -104,74 +110,59 @@ def open_source(model: str, *, revision: str | None = None, ignore_index: bool =
     return read_through(open_checkpoint(model, revision=revision, ignore_index=ignore_index))
 
 
-def read_through(stored: Checkpoint) -> Source:
-    """The logical weights of a checkpoint, from its headers and config alone."""
+def read_through(stored: Checkpoint, fused_rows: FusedRows = ()) -> Source:
+    """The logical weights of a checkpoint, from its headers and config alone.
+
+    ``fused_rows`` are the parts of fused weights whose scales start anew in each.
+    """
     if isinstance(stored, Source):
         return stored
-    quantization = quantization_of(stored)
-    weights = _find_weights(stored, quantization)
-    parts = {part for weight in weights.values() for part in weight.parts}
+    config = find_quantization(stored.config, stored.files, METHODS)
+    weights = _find_weights(stored, Quantization(config, fused_rows))
+    parts = _parts(weights)
     unused = {
-        name: "belongs to the source's own quantization"
+        name: "of the source's own quantization"
         for name in stored.specs
-        if quantization and name not in parts and _is_leftover(name)
+        if config and name not in parts and name.endswith(LEFTOVERS)
     }
+    refuse_unread(stored.files, stored.specs, parts | unused.keys(), config)
     weights = split_experts(_family(stored), stored.specs, weights)
-    parts = {part for weight in weights.values() for part in weight.parts}
-    specs, shard_of = _logical(stored, weights, parts, unused)
+    specs, shard_of = _logical(stored, weights, _parts(weights), unused)
     base = {field.name: getattr(stored, field.name) for field in fields(Checkpoint)}
-    base |= {"specs": specs, "shard_of": shard_of, "config": _plain_config(stored.config)}
+    base |= {"specs": specs, "shard_of": shard_of, "config": drop_quantization(stored.config)}
     return Source(**base, stored=stored, weights=weights, unused=unused)
 
 
-def _find_weights(stored: Checkpoint, quantization: Mapping[str, Any]) -> dict[str, Weight]:
-    method = quantization.get("quant_method")
+def _find_weights(stored: Checkpoint, quantization: Quantization) -> dict[str, Weight]:
+    method = quantization.config.get("quant_method")
     found: dict[str, Weight] = {}
     for form in FORMATS:
-        if method not in form.METHODS:
-            continue
-        for name, weight in form.find(stored.specs, quantization).items():
-            if name in found:
-                raise BadCheckpoint(
-                    f"{stored.files.origin}: {name} is stored both as {found[name].format} and as "
-                    f"{form.NAME}, expected one",
-                    "this is a fault of the checkpoint: ask its publisher",
-                )
-            found[name] = weight
+        if method in form.METHODS:
+            with naming(stored):
+                found |= form.find(stored.specs, quantization)
+    if method and not found:
+        raise BadPlan(
+            f"{stored.files.origin}/config.json: quant_method {method!r} says that weights are "
+            "quantized, and no tensor is stored so",
+            "remove quantization_config from config.json if the weights are plain BF16",
+        )
     return found
 
 
-def quantization_of(stored: Checkpoint) -> dict[str, Any]:
-    """The one ``quantization_config`` of a source, empty when there is none; else `BadPlan`."""
-    found: dict[str, dict[str, Any]] = {}
-    text = stored.config.get("text_config")
-    levels = {"": stored.config, "text_config.": text if isinstance(text, dict) else {}}
-    for level, part in levels.items():
-        for key in QUANTIZATION_KEYS:
-            if part.get(key):
-                found[f"{level}{key}"] = part[key]
-    if not found:
-        return {}
-    first = next(iter(found.values()))
-    if any(other != first for other in found.values()) or not isinstance(first, dict):
-        raise BadPlan(
-            f"{stored.files.origin}/config.json: {' and '.join(found)} differ, expected one "
-            "quantization_config",
-            "keep the one that the weights were stored with",
-        )
-    if first.get("quant_method") not in METHODS:
-        raise BadPlan(
-            f"{stored.files.origin}/config.json: {next(iter(found))} has quant_method "
-            f"{first.get('quant_method')!r}, expected one of {', '.join(METHODS)}",
-            "start from the BF16 model, or from a source in one of these formats",
-        )
-    return first
+def _parts(weights: Mapping[str, Weight]) -> set[str]:
+    return {part for weight in weights.values() for part in weight.parts}
 
 
-def _is_leftover(name: str) -> bool:
-    return name.endswith(
-        ("input_scale", "_scale_ub", "k_scale", "v_scale", "q_scale", "output_scale")
-    )
+@contextmanager
+def naming(checkpoint: Checkpoint) -> Iterator[None]:
+    """Put the checkpoint's place before a refusal that speaks of its tensors or its config."""
+    origin = checkpoint.files.origin
+    try:
+        yield
+    except ToolError as error:
+        if origin in error.message:
+            raise
+        raise type(error)(f"{origin}: {error.message}", error.hint) from error
 
 
 def _family(stored: Checkpoint) -> Family | None:
@@ -240,11 +231,3 @@ def _logical(
         if name not in parts and name not in unused:
             specs[name] = spec
     return specs, shard_of
-
-
-def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without what it says of the source's quantization, at either level."""
-    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    if isinstance(text := kept.get("text_config"), dict):
-        kept["text_config"] = {k: v for k, v in text.items() if k not in QUANTIZATION_KEYS}
-    return kept

@@ -309,33 +309,6 @@ def test_unclear_architectures_are_refused(architectures: Any) -> None:
     assert "architectures" in message
 
 
-@pytest.mark.parametrize("level", ["top", "text_config"])
-def test_a_quantized_source_is_refused(level: str) -> None:
-    mark: dict[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
-    settings = config() | (mark if level == "top" else {"text_config": config() | mark})
-    message, hint = refuse(target_specs(), settings, Options("mxfp4"))
-    assert "already quantized" in message
-    assert "fp8" in message
-    assert "BF16" in hint
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("model.layers.0.mlp.up_proj.weight", "F8_E4M3"),
-        ("model.layers.0.mlp.up_proj.weight", "U8"),
-        ("model.layers.0.mlp.up_proj.weight_scale_inv", "F32"),
-        ("model.layers.0.mlp.up_proj.qweight", "I32"),
-    ],
-)
-def test_quantized_tensors_without_a_config_are_refused(name: str, dtype: str) -> None:
-    specs = target_specs()
-    add(specs, name, 128, 64, dtype=dtype)
-    message, _ = refuse(specs, config(), Options("mxfp4"))
-    assert name in message
-    assert dtype in message
-
-
 # Precedence: head, exclusions, layer schemes, defaults
 
 QKV = ("*q_proj", "*k_proj", "*v_proj")

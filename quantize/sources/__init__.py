@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from quantize.sources import fp8_block
-from quantize.sources.base import PLAIN, Format, Weight
+from quantize.sources import fp8_block, fp8_tensor, int4_packed, mxfp4
+from quantize.sources.base import Format, Weight
 
-FORMATS = cast("tuple[Format, ...]", (fp8_block,))
+FORMATS = cast("tuple[Format, ...]", (fp8_block, fp8_tensor, int4_packed, mxfp4))
 
 METHODS = tuple(sorted({method for format in FORMATS for method in format.METHODS}))
 
@@ -19,6 +19,4 @@ def find_format(name: str) -> Format:
 
 def keeps_bytes(weight: Weight, scheme: str) -> bool:
     """Whether a stored weight already holds the bytes of the scheme, row by row."""
-    if weight.format == PLAIN or weight.transposed:
-        return False
-    return scheme == find_format(weight.format).SCHEME
+    return weight.scheme == scheme and not weight.transposed

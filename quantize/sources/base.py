@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quantize.errors import BadCheckpoint
 from schemes.base import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantize.checkpoint import Checkpoint
+
+FusedRows = tuple[tuple[str, tuple[int, ...]], ...]
+"""Globs over module names, each with the rows of the parts that such a fused weight is made of."""
 
 PLAIN = "plain"
 """The format of a tensor that is stored as it is used."""
@@ -31,7 +34,11 @@ class Weight:
 
     A slice reads matrix ``expert`` of 3-D parts: its row ``i`` is the stored row ``first + i *
     step``, or the stored *column* when ``transposed``. ``stored`` are the rows and columns of one
-    stored matrix, ``block`` the rows and columns that share a scale.
+    stored matrix, ``block`` the rows and columns that share a scale, whose grid restarts after each
+    of ``chunks`` (rows) where a fused tensor was quantized part by part.
+
+    ``scheme`` is the scheme whose bytes it holds row by row, to be kept when that one is asked for;
+    empty: none.
     """
 
     spec: TensorSpec
@@ -44,6 +51,29 @@ class Weight:
     first: int = 0
     step: int = 1
     transposed: bool = False
+    chunks: tuple[int, ...] = ()
+    scheme: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What is known of a source's quantization beside its tensors."""
+
+    config: Mapping[str, Any]
+    """Its ``quantization_config``, empty when there is none."""
+    fused_rows: FusedRows = ()
+
+    @property
+    def groups(self) -> tuple[Mapping[str, Any], ...]:
+        """The ``weights`` of every group of a compressed-tensors config."""
+        groups = self.config.get("config_groups")
+        values = groups.values() if isinstance(groups, dict) else ()
+        weights = (group.get("weights") for group in values if isinstance(group, dict))
+        return tuple(found for found in weights if isinstance(found, dict))
+
+    def chunks(self, module: str) -> tuple[int, ...]:
+        """The rows of each part of a fused module, as the user gave them; empty: not given."""
+        return next((rows for glob, rows in self.fused_rows if fnmatchcase(module, glob)), ())
 
 
 class Format(Protocol):
@@ -52,11 +82,9 @@ class Format(Protocol):
     NAME: str
     METHODS: tuple[str, ...]
     """The values of ``quant_method`` under which it occurs."""
-    SCHEME: str
-    """The scheme whose bytes it holds, to be kept when that is asked for; empty: none."""
 
     def find(
-        self, specs: Mapping[str, TensorSpec], quantization: Mapping[str, Any]
+        self, specs: Mapping[str, TensorSpec], quantization: Quantization
     ) -> dict[str, Weight]:
         """The weights stored in this format, by logical name, from headers alone.
 
@@ -71,9 +99,9 @@ class Format(Protocol):
     def pieces(
         self, checkpoint: Checkpoint, weight: Weight, start: int, stop: int
     ) -> tuple[Tensor, ...]:
-        """The same rows as the tensors of `SCHEME`, in its ``stored`` order, bytes unchanged.
+        """The same rows as the tensors of ``weight.scheme``, in its ``stored`` order.
 
-        Only called where `SCHEME` is named.
+        Only called for a weight that names one, so only a format that does has this.
         """
         ...
 
@@ -89,11 +117,13 @@ def read_rows(checkpoint: Checkpoint, weight: Weight, part: int, start: int, sto
     return checkpoint.expert(name, weight.expert, start, stop)
 
 
-def require(spec: TensorSpec | None, name: str, found: str, expected: str) -> TensorSpec:
-    """The companion ``name``. Raises `BadCheckpoint` when there is none."""
-    if spec is None:
-        raise BadCheckpoint(
-            f"{found}: there is no {name}, expected {expected}",
-            "a shard is missing, or this is another stored format: download the checkpoint again",
-        )
-    return spec
+def find_scale(specs: Mapping[str, TensorSpec], name: str) -> TensorSpec | None:
+    """The scale that is stored beside the FP8 weight ``name``, under any of its usual names."""
+    names = (f"{name}_scale_inv", f"{name}_scale", f"{name}.weight_scale", f"{name}_weight_scale")
+    sibling = f"{name.removesuffix('.weight')}.scale"
+    return next((specs[known] for known in (*names, sibling) if known in specs), None)
+
+
+def say(spec: TensorSpec) -> str:
+    """A tensor as refusals name it: ``w.weight F8_E4M3 [64, 64]``."""
+    return f"{spec.name} {spec.dtype} {list(spec.shape)}"
