@@ -66,7 +66,7 @@ class Job:
 
 def prepare_target(source: Checkpoint, options: Options, *, compare: bool = True) -> Job:
     """Check and plan a target. ``compare`` reads weights where a check needs them."""
-    source = read_through(source)
+    source = read_through(source, options.fused_rows)
     with naming(source):
         family = _family(source, draft=False)
         tie = check_tie(family, source, compare=compare)
@@ -85,7 +85,7 @@ def prepare_draft(
     compare: bool = True,
 ) -> Job:
     """Check a draft against its target and plan it; a plan alone does not ``compare`` weights."""
-    source, target = read_through(source), read_through(target)
+    source, target = read_through(source, options.fused_rows), read_through(target)
     with naming(source):
         _family(source, draft=True)
         checks = check_pair(

@@ -53,6 +53,20 @@ class Verb(click.Command):
             raise
 
 
+class Rows(click.ParamType[tuple[int, ...]]):
+    """Numbers of rows such as ``1024,256,256``."""
+
+    name = "rows"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        """The numbers; a usage error when they cannot be read."""
+        if isinstance(value, tuple):
+            return value
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value):
+            self.fail(f"{value!r} is not a list of rows such as 1024,256,256", param, ctx)
+        return tuple(map(int, value.split(",")))
+
+
 class Size(click.ParamType[int]):
     """A number of bytes such as ``5GB``; 1 GB = 10⁹ bytes."""
 
@@ -172,6 +186,13 @@ CONSENT = apply(
     click.option("--allow-unmatched", is_flag=True, help="Accept globs that match nothing."),
     click.option("--cast-weights", is_flag=True, help="Round F16/F32 weights to BF16 first."),
     click.option("--cast-head", is_flag=True, help="Store an F16/F32 head rounded to BF16."),
+    click.option(
+        *spellings("--fused-rows"),
+        type=(str, Rows()),
+        multiple=True,
+        metavar="GLOB ROWS",
+        help="Parts of a fused FP8 weight whose scales start anew in each, as 1024,256,256.",
+    ),
     IGNORE_INDEX,
     click.option("--revision", help="Hub revision of MODEL or TARGET."),
 )

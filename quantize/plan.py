@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import translate
 from typing import Any, Literal
 
 from models.base import Family
 from quantize.entry import Entry, entry_from_json, entry_to_json
 from quantize.errors import BadPlan
 from quantize.metadata import build_quantization_config
+from quantize.patterns import (
+    BF16_SCHEME,
+    check_fused,
+    check_patterns,
+    matches,
+    resolve_scheme,
+    some,
+)
 from quantize.roles import Role, check_layers, classify, find_family
 from quantize.sources import keeps_bytes
-from quantize.sources.base import PLAIN, Weight
+from quantize.sources.base import PLAIN, FusedRows, Weight
 from schemes import find_scheme
 from schemes.base import TensorSpec
-
-BF16_SCHEME = "bf16"
-"""The scheme that leaves a model as it is."""
 
 MISFIT = "stays as it is: "
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32)
@@ -61,7 +64,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked of one checkpoint; every field changes the bytes written."""
+    """What the user asked of one checkpoint; every field changes the bytes written.
+
+    ``fused_rows`` are globs with the rows of each part of such a weight (`Quantization`).
+    """
 
     scheme: str
     exclude: tuple[str, ...] = ()
@@ -69,6 +75,7 @@ class Options:
     allow_unmatched: bool = False
     cast_weights: bool = False
     cast_head: bool = False
+    fused_rows: FusedRows = ()
 
 
 def make_plan(
@@ -91,7 +98,7 @@ def make_plan(
     family = find_family(specs, config)
     roles = classify(family, specs)
     check_layers(family, specs, config)
-    _check_patterns(family, roles, options)
+    check_patterns(family, roles, options)
     weights, dropped = weights or {}, dropped or {}
     entries = tuple(
         _dropped(roles[name], dropped[name])
@@ -99,7 +106,7 @@ def make_plan(
         else _decide(roles[name], options, weights.get(name))
         for name in specs
     )
-    _check_fused(family, entries)
+    check_fused(family, entries)
     scheme = resolve_scheme(options.scheme)
     quantized = [entry for entry in entries if entry.scheme]
     if scheme != BF16_SCHEME and not quantized:
@@ -122,16 +129,6 @@ def make_plan(
         target_layers=target_layers,
         notes=(*_notes(entries), *_unused(unused or {})),
     )
-
-
-def resolve_scheme(name: str) -> str:
-    """The canonical name of a scheme or alias. Raises `BadPlan`."""
-    if name.lower() == BF16_SCHEME:
-        return BF16_SCHEME
-    try:
-        return find_scheme(name).NAME
-    except ValueError as error:
-        raise BadPlan(str(error), f"or {BF16_SCHEME}, which leaves the model as it is") from error
 
 
 def _decide(role: Role, options: Options, weight: Weight | None) -> Entry:
@@ -216,59 +213,6 @@ def _cast_head(spec: TensorSpec, options: Options) -> tuple[TensorSpec, str]:
     )
 
 
-def matches(pattern: str, module: str) -> bool:
-    """Whether a glob of the user names a module; `fnmatch` rules, as in Quark."""
-    return re.fullmatch(translate(pattern), module) is not None
-
-
-def _check_patterns(family: Family, roles: Mapping[str, Role], options: Options) -> None:
-    """A pattern that names nothing, or only what no scheme can change, is a typing mistake."""
-    names = {role.spec.module for role in roles.values() if role.spec.name.endswith(".weight")}
-    # A tied or shared head has no tensor, and excluding it is still what people mean.
-    names.add(family.head.removesuffix(".weight"))
-    free = {role.spec.module for role in roles.values() if role.kind != "preserved"}
-    for pattern in options.exclude:
-        _require_match("--exclude-layers", pattern, names, options)
-    for pattern, scheme in options.layer_schemes:
-        _require_match("--layer-scheme", pattern, names, options)
-        hit = [name for name in names if matches(pattern, name)]
-        if hit and not free.intersection(hit) and resolve_scheme(scheme) != BF16_SCHEME:
-            raise BadPlan(
-                f"--layer-scheme {pattern!r} {scheme} names only modules that stay as they are: "
-                f"{_some(sorted(hit))}",
-                "the head, embeddings, norms and routers are never quantized",
-            )
-
-
-def _require_match(option: str, pattern: str, names: Iterable[str], options: Options) -> None:
-    compiled = re.compile(translate(pattern))
-    if options.allow_unmatched or any(compiled.fullmatch(name) for name in names):
-        return
-    if re.compile(translate(pattern.removesuffix(".weight"))) != compiled:
-        hint = f"patterns match module names, without .weight: {pattern.removesuffix('.weight')!r}"
-    else:
-        hint = f"module names look like {_some(sorted(names))}; or add --allow-unmatched"
-    raise BadPlan(f"{option} {pattern!r} matches no module", hint)
-
-
-def _check_fused(family: Family, entries: Iterable[Entry]) -> None:
-    """VLLM runs a fused group as one matrix: its members need one scheme."""
-    fused = {member: group for group, members in family.fused.items() for member in members}
-    groups: dict[tuple[str, str], dict[str, str | None]] = {}
-    for entry in entries:
-        parent, _, leaf = entry.source.module.rpartition(".")
-        if leaf in fused and entry.source.name.endswith(".weight"):
-            groups.setdefault((parent, fused[leaf]), {})[leaf] = entry.scheme
-    for (parent, group), schemes in groups.items():
-        if len(set(schemes.values())) > 1:
-            found = ", ".join(f"{leaf} {scheme or 'BF16'}" for leaf, scheme in schemes.items())
-            raise BadPlan(
-                f"{parent}: vLLM fuses {', '.join(schemes)} into {group}, which needs one scheme; "
-                f"found {found}",
-                f"name all of them, for example with the pattern '*{parent.rpartition('.')[2]}.*'",
-            )
-
-
 def _tensor_parallel(family: Family, quantized: Iterable[Entry]) -> tuple[int, ...]:
     """Sizes at which every rank's slice of each row-parallel weight still fits its scheme."""
     sliced = [
@@ -292,7 +236,7 @@ def _notes(entries: Iterable[Entry]) -> tuple[str, ...]:
     misfits = [entry for entry in entries if entry.reason.startswith(MISFIT)]
     if not misfits:
         return ()
-    names = _some([entry.source.name for entry in misfits])
+    names = some([entry.source.name for entry in misfits])
     return (f"{len(misfits)} weights stay BF16 ({misfits[0].reason}): {names}",)
 
 
@@ -300,12 +244,7 @@ def _unused(unused: Mapping[str, str]) -> tuple[str, ...]:
     if not unused:
         return ()
     reason = next(iter(unused.values()))
-    return (f"{len(unused)} tensors are left out ({reason}): {_some(list(unused))}",)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return (f"{len(unused)} tensors are left out ({reason}): {some(list(unused))}",)
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:

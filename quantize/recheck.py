@@ -17,7 +17,7 @@ from quantize.job import HALVES, PAIR_REPORT, REPORT
 from quantize.pair import check_pair, redundant_tensors, target_layers
 from quantize.plan import Options, Plan, make_plan, plan_from_json
 from quantize.report import Check, Report
-from quantize.source import Source, open_source
+from quantize.source import Source, read_through
 from quantize.verify import verify_checkpoint
 
 
@@ -43,8 +43,8 @@ def verify_output(
     if draft is None and draft_source is not None:
         raise BadOutput("--draft-source was given without a draft", "add --draft OUT")
     sources = [
-        open_source(name, ignore_index=ignore_index) if name else None
-        for name in (source, draft_source)
+        _open_source(name, of, ignore_index=ignore_index) if name and of else None
+        for name, of in ((source, folder), (draft_source, draft))
     ]
     target = _open_output(folder)
     first = _verify_one(folder, target, sources[0], stage)
@@ -73,6 +73,12 @@ def _open_output(folder: Path) -> Checkpoint:
     return open_checkpoint(str(folder))
 
 
+def _open_source(name: str, out: Path, *, ignore_index: bool) -> Source:
+    """The source of the output ``out``, read as its report says that it was."""
+    stored = open_checkpoint(name, ignore_index=ignore_index)
+    return read_through(stored, _options(_read_report(out)).fused_rows)
+
+
 def _verify_one(folder: Path, out: Checkpoint, source: Source | None, stage: Stage) -> Report:
     recorded = _read_report(folder)
     plan = plan_from_json(recorded["plan"])
@@ -95,9 +101,6 @@ def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Source | None) 
     required = "the recorded options give the recorded plan"
     if source is None:
         return Check("plan", "not_measured", "needs --source", required)
-    options = dict(recorded["options"])
-    options["exclude"] = tuple(options["exclude"])
-    options["layer_schemes"] = tuple(map(tuple, options["layer_schemes"]))
     dropped = {
         entry.source.name: entry.reason.removeprefix("dropped: ")
         for entry in plan.entries
@@ -107,7 +110,7 @@ def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Source | None) 
         again = make_plan(
             source.specs,
             source.config,
-            Options(**options),
+            _options(recorded),
             target_layers=plan.target_layers if plan.kind == "draft" else None,
             dropped=dropped,
             weights=source.weights,
@@ -121,6 +124,14 @@ def _check_plan(recorded: Mapping[str, Any], plan: Plan, source: Source | None) 
     if lost:
         return Check("plan", "fail", f"{len(lost)} tensors dropped", required, ", ".join(lost))
     return Check("plan", "pass", f"{len(plan.entries)} tensors", required)
+
+
+def _options(recorded: Mapping[str, Any]) -> Options:
+    options = dict(recorded["options"])
+    options["exclude"] = tuple(options["exclude"])
+    options["layer_schemes"] = tuple(map(tuple, options["layer_schemes"]))
+    options["fused_rows"] = tuple((glob, tuple(rows)) for glob, rows in options["fused_rows"])
+    return Options(**options)
 
 
 def _may_drop(plan: Plan, entry: Entry) -> bool:

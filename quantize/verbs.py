@@ -25,7 +25,8 @@ from quantize.job import (
     run_one,
     run_pair,
 )
-from quantize.plan import Options, resolve_scheme
+from quantize.patterns import resolve_scheme
+from quantize.plan import Options
 from quantize.recheck import verify_output
 from quantize.report import Report, check_table, junit_xml, plan_table, tensor_table
 from quantize.view import View
@@ -44,7 +45,9 @@ def plan_verb(view: View, given: dict[str, Any]) -> None:
         jobs = [prepare_target(model, _options(given, ""), compare=False)]
     if given["draft"]:
         draft = open_checkpoint(given["draft"])
-        jobs.append(prepare_draft(draft, model, _options(given, "draft_"), wishes, compare=False))
+        jobs.append(
+            prepare_draft(draft, jobs[0].source, _options(given, "draft_"), wishes, compare=False)
+        )
     checks = [check for job in jobs for check in job.checks]
     view.show(*(plan_table(job.plan) for job in jobs))
     view.show(*(line for job in jobs for line in _plan_lines(job)))
@@ -102,9 +105,10 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
     target = _local(view, _open(names[0], given), given)
     draft = open_checkpoint(names[1], ignore_index=given["ignore_index"])
     draft = _local(view, draft, given)
+    first = prepare_target(target, _options(given, ""))
     jobs = (
-        prepare_target(target, _options(given, "")),
-        prepare_draft(draft, target, _options(given, "draft_"), _wishes(given)),
+        first,
+        prepare_draft(draft, first.source, _options(given, "draft_"), _wishes(given)),
     )
     check_place(given["out"], jobs)
     settings = _settings(view, given)
@@ -229,6 +233,8 @@ def _options(given: Mapping[str, Any], key: str) -> Options:
         allow_unmatched=given["allow_unmatched"],
         cast_weights=given["cast_weights"],
         cast_head=given["cast_head"],
+        # A draft is never stored so: its rows are not asked for.
+        fused_rows=() if key else given["fused_rows"],
     )
 
 

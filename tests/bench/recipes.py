@@ -26,7 +26,8 @@ from torch import Tensor, nn  # noqa: E402
 
 from quantize.checkpoint import open_checkpoint  # noqa: E402
 from quantize.demo import build_target  # noqa: E402
-from quantize.plan import BF16_SCHEME, Options, make_plan  # noqa: E402
+from quantize.patterns import BF16_SCHEME  # noqa: E402
+from quantize.plan import Options, make_plan  # noqa: E402
 from quantize.serving.prompts import default_prompts, read_prompts  # noqa: E402
 from schemes import fp8_rowwise, mxfp4  # noqa: E402
 
