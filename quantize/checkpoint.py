@@ -21,9 +21,9 @@ from quantize.files import (
     read_at,
 )
 from quantize.header import Header, read_header, read_json
-from quantize.shards import INDEX, find_shards, refuse_index
+from quantize.shards import find_shards, index_name, refuse_index
 from quantize.side_files import find_side_files
-from schemes.base import TensorSpec
+from schemes.base import TORCH_NAMES, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,33 +33,14 @@ CONFIG = "config.json"
 CHUNK_BYTES = 8 << 20
 """Source bytes handled at a time: bounds memory whatever the tensor's size."""
 
-TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F64": "float64",
-}
-"""torch's name of every safetensors dtype in `schemes.base.ITEM_BYTES`."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A model's config and tensors; every file was found whole when it was opened.
 
     ``specs`` are in the order of shards, then of data. ``offsets`` count bytes from the start of
-    the tensor's file; ``headers`` holds the SHA-256 of each shard's length prefix and header.
+    the tensor's file; ``headers`` holds the SHA-256 of each shard's length prefix and header;
+    ``strides`` those of tensors that are not contiguous (only in ``.bin`` files).
     """
 
     files: Files
@@ -69,6 +50,7 @@ class Checkpoint:
     offsets: Mapping[str, int]
     side_files: tuple[str, ...]
     headers: Mapping[str, str]
+    strides: Mapping[str, tuple[int, ...]]
 
     @property
     def path(self) -> Path | None:
@@ -78,7 +60,8 @@ class Checkpoint:
     @property
     def source_files(self) -> tuple[str, ...]:
         """Every file that the checkpoint is made of."""
-        index = (INDEX,) if INDEX in self.files.sizes() else ()
+        name = index_name(self.files.sizes())
+        index = (name,) if name in self.files.sizes() else ()
         return (CONFIG, *index, *self.headers, *self.side_files)
 
     def read(self, name: str, start_row: int = 0, stop_row: int | None = None) -> bytearray:
@@ -92,15 +75,27 @@ class Checkpoint:
         stop = rows if stop_row is None else stop_row
         if not 0 <= start_row <= stop <= rows:
             raise ValueError(f"{name}: rows {start_row}:{stop} of {rows}")
+        if name in self.strides:
+            from quantize.pickled import gather
+
+            place = self.shard_of[name], spec, self.offsets[name], self.strides[name]
+            return gather(self.files, *place, range(start_row, stop))
         row_bytes = spec.nbytes // rows if rows else 0
         offset = self.offsets[name] + start_row * row_bytes
         return read_at(self.files, self.shard_of[name], offset, (stop - start_row) * row_bytes)
 
     def chunks(self, name: str) -> Iterator[tuple[int, int]]:
-        """Row ranges of about `CHUNK_BYTES` each that cover a tensor's first dimension."""
+        """Row ranges of about `CHUNK_BYTES` each that cover a tensor's first dimension.
+
+        A tensor that is not contiguous is read whole: each of its rows may lie in all of it.
+        """
         spec = self.specs[name]
         rows = spec.shape[0] if spec.shape else 1
-        step = max(1, CHUNK_BYTES // max(1, spec.nbytes // max(1, rows)))
+        step = (
+            rows or 1
+            if name in self.strides
+            else max(1, CHUNK_BYTES // max(1, spec.nbytes // max(1, rows)))
+        )
         for start in range(0, rows, step):
             yield start, min(start + step, rows)
 
@@ -115,6 +110,8 @@ class Checkpoint:
         experts, rows, *rest = spec.shape
         if not (0 <= expert < experts and 0 <= start <= stop <= rows):
             raise ValueError(f"{name}: expert {expert}, rows {start}:{stop} of {spec.shape}")
+        if name in self.strides:
+            return self.tensor(name, expert, expert + 1)[0, start:stop]
         row_bytes = spec.nbytes // max(1, experts * rows)
         offset = self.offsets[name] + (expert * rows + start) * row_bytes
         data = read_at(self.files, self.shard_of[name], offset, (stop - start) * row_bytes)
@@ -172,6 +169,7 @@ def open_checkpoint(
         },
         side_files=find_side_files(files, sizes),
         headers={shard: header.sha256 for shard, header in headers.items()},
+        strides={n: steps for header in headers.values() for n, steps in header.strides.items()},
     )
 
 
@@ -237,8 +235,16 @@ def _read_headers(
 ) -> dict[str, Header]:
     # Threads, because each header of a remote file costs a round trip.
     with ThreadPoolExecutor(max_workers=8) as pool:
-        read = partial(read_header, files)
+        read = partial(_read_shard, files)
         return dict(zip(shards, pool.map(read, shards, [sizes[s] for s in shards]), strict=True))
+
+
+def _read_shard(files: Files, name: str, size: int) -> Header:
+    if not name.endswith(".bin"):
+        return read_header(files, name, size)
+    from quantize.pickled import read_pickle_header
+
+    return read_pickle_header(files, name, size)
 
 
 def _assign(files: Files, headers: Mapping[str, Header]) -> dict[str, str]:

@@ -10,7 +10,8 @@ import hashlib
 import json
 from codecs import BOM_UTF8
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -35,11 +36,15 @@ FIRST_READ = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One shard's tensors in the order of their data; ``offsets`` count from the file's start."""
+    """One shard's tensors in the order of their data; ``offsets`` count from the file's start.
+
+    ``strides``, in elements, are those of tensors that are not contiguous.
+    """
 
     sha256: str
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_json(files: Files, name: str, size: int) -> dict[str, Any]:

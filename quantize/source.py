@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import models
 from models.base import Family, FusedExperts
-from quantize.checkpoint import TORCH_NAMES, Checkpoint, open_checkpoint
+from quantize.checkpoint import Checkpoint, open_checkpoint
 from quantize.errors import BadCheckpoint, BadPlan, ToolError
 from quantize.sources import FORMATS, METHODS, find_format
 from quantize.sources.base import PLAIN, FusedRows, Quantization, Weight, read_rows
@@ -23,7 +23,7 @@ from quantize.sources.unread import (
     find_quantization,
     refuse_unread,
 )
-from schemes.base import TensorSpec
+from schemes.base import TORCH_NAMES, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -42,6 +42,26 @@ ITEM_BYTES = {
 }
 """Bytes of one element, by safetensors dtype name."""
 
+TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+}
+"""torch's name of every safetensors dtype in `ITEM_BYTES`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

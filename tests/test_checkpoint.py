@@ -28,10 +28,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import write, write_llama
 
-from quantize.checkpoint import TORCH_NAMES, fingerprint, open_checkpoint
+from quantize.checkpoint import fingerprint, open_checkpoint
 from quantize.errors import BadCheckpoint
 from quantize.side_files import is_side_file
-from schemes.base import ITEM_BYTES
+from schemes.base import ITEM_BYTES, TORCH_NAMES
 
 # ---- what opens -----------------------------------------------------------------------------
 
@@ -233,27 +233,6 @@ def test_a_link_is_only_followed_in_a_hub_cache(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").rename(tmp_path / "blobs" / "deep" / "file")
     (snapshot / "model.safetensors").symlink_to("../../blobs/deep/file")
     assert "leaves the checkpoint folder" in refusal(snapshot).message
-
-
-def test_bin_only_is_refused_with_a_command_that_converts(tmp_path: Path) -> None:
-    path = pair(tmp_path / "with space")
-    tensors = {name: open_checkpoint(str(path)).tensor(name) for name in "abcd"}
-    for name in (FIRST, SECOND, INDEX):
-        (path / name).unlink()
-    tensors["d"] = tensors["c"]
-    for n, names in enumerate(("ab", "cd")):
-        part = {name: tensors[name] for name in names}
-        torch.save(part, path / f"pytorch_model-0000{n + 1}-of-00002.bin")
-    (path / "training_args.bin").write_bytes(b"not for torch.load")
-    error = refusal(path)
-    assert "pytorch_model-00001-of-00002.bin" in error.message
-    command = error.hint.partition(": ")[2]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", command], check=True, env=environment)
-    converted = open_checkpoint(str(path))
-    assert list(converted.headers) == [FIRST, SECOND]
-    for name, tensor in tensors.items():
-        assert torch.equal(converted.tensor(name), tensor)
 
 
 def test_a_file_that_shrinks_after_opening_is_refused(tmp_path: Path) -> None:
