@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,11 @@ from tiny import Tensors, write
 
 from quantize.errors import ToolError
 from quantize.source import Source, open_source, read_through
+from quantize.sources import base as base_format
+from quantize.sources import fp8_block as fp8_block_format
+from quantize.sources import fp8_tensor as fp8_tensor_format
+from quantize.sources import int4_packed
+from quantize.sources import mxfp4 as mxfp4_format
 
 Config = dict[str, Any]
 
@@ -412,3 +419,89 @@ def test_an_int4_shape_that_differs_is_refused(tmp_path: Path) -> None:
     source = open_stored(tmp_path, stored, INT4)
     with pytest.raises(ToolError, match=r"w.weight_shape is \[8, 60\], expected \[8, 64\]"):
         source.tensor("w.weight")
+
+
+# Mutants: the mistakes that other readers have made must not pass unseen
+
+MUTANTS = {
+    "INT4: last element in the lowest bits": (
+        "INT4 packed",
+        int4_packed,
+        "torch.arange(0, 32, 4",
+        "torch.arange(28, -4, -4",
+    ),
+    "INT4: no zero offset": ("INT4 packed", int4_packed, "- ZERO", "- 7"),
+    "FP8: blocks counted from the range's first row": (
+        "FP8 blocks",
+        fp8_block_format,
+        "torch.arange(start, stop) // tall",
+        "torch.arange(stop - start) // tall",
+    ),
+    "FP8: rows and columns of blocks exchanged": (
+        "FP8 blocks, 32 x 64",
+        fp8_block_format,
+        "weight.block[1], 1)",
+        "weight.block[0], 1)",
+    ),
+    "FP8: the scale of the first row": (
+        "FP8 per channel",
+        fp8_tensor_format,
+        "weight, 1, start, stop), scale",
+        "weight, 1, 0, stop - start), scale",
+    ),
+    "MXFP4: second element in the low nibble": (
+        "MXFP4 of Quark",
+        mxfp4_format,
+        "packed.reshape(stop - start, -1)",
+        "((packed >> 4) | (packed << 4)).reshape(stop - start, -1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MUTANTS)
+def test_a_mutant_is_noticed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, module, old, new = MUTANTS[case]
+    if form in FORMATS:
+        (stored, expected), quantization = (
+            FORMATS[form][0]("w.weight", (96, 128), 1),
+            FORMATS[form][1],
+        )
+    else:
+        stored, expected = fp8_block("w.weight", (96, 128), 1, (32, 64))
+        quantization = FP8 | {"weight_block_size": [32, 64]}
+    source = open_stored(tmp_path, stored, quantization)
+    check_exact(source, "w.weight", expected)
+    monkeypatch.setattr(module, "decode", mutate(module, old, new)["decode"])
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_exact(source, "w.weight", expected)
+
+
+def test_the_mutant_that_reads_the_first_expert_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elements, values = fp8_codes((3, 16, 64), 6)
+    scales = powers((3, 1, 1), 6)
+    stored = {"w": elements, "w_scale": torch.from_numpy(scales)}
+    source = open_stored(tmp_path, stored, FP8)
+    expected = bfloat16(values * scales)[2]
+    assert torch.equal(read_expert(source, "w", 2), expected)
+    for module, old, new in (
+        (fp8_tensor_format, "weight.expert, weight.expert + 1", "0, 1"),
+        (base_format, "checkpoint.expert(name, weight.expert,", "checkpoint.expert(name, 0,"),
+    ):
+        mutant = mutate(module, old, new)
+        with monkeypatch.context() as patch:
+            if module is base_format:
+                patch.setattr(fp8_tensor_format, "read_rows", mutant["read_rows"])
+            else:
+                patch.setattr(module, "decode", mutant["decode"])
+            assert not torch.equal(read_expert(source, "w", 2), expected)
+
+
+def mutate(module: ModuleType, old: str, new: str) -> dict[str, Any]:
+    """The names of a module whose text was changed in one place."""
+    text = inspect.getsource(module)
+    assert text.count(old) == 1
+    names: dict[str, Any] = {"__name__": module.__name__}
+    exec(compile(text.replace(old, new), "mutant", "exec"), names)
+    return names

@@ -17,12 +17,13 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from synthetic import write_llama, write_trillion
+from synthetic import write_experts, write_llama, write_trillion
 
 COMMAND = [sys.executable, str(Path(sys.executable).with_name("quantize"))]
 RESULTS = Path(__file__).resolve().parents[2] / "bench-results"
 HEAVY = ("torch", "quark", "transformers", "vllm")
 LAYERS = {"1 GB": 7, "4 GB": 30}
+EXPERTS = (8, 32)
 SCHEMES = ("fp8_rowwise", "mxfp4")
 
 
@@ -58,6 +59,7 @@ def main() -> int:
         rows = measure_start() + measure_plan(Path(work) / "trillion")
         for scheme in SCHEMES:
             rows += measure_run(Path(work), scheme)
+        rows += measure_experts(Path(work))
     time_now = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%SZ")
     result = {"time": time_now, "machine": machine, "rows": [asdict(row) for row in rows]}
     (RESULTS / f"{time_now}.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -110,6 +112,28 @@ def measure_run(work: Path, scheme: str) -> list[Row]:
         *rows,
         Row(f"run {scheme}: peak memory, larger / smaller", peaks[1] / peaks[0], "", 1.1),
     ]
+
+
+def measure_experts(work: Path) -> list[Row]:
+    """Peak memory of ``quantize run`` on experts that are stored in 3-D FP8 tensors.
+
+    What must be in memory is one expert, whatever their number: its stored bytes, its BF16
+    weight and its output.
+    """
+    rows, peaks = [], []
+    for experts in EXPERTS:
+        with TemporaryDirectory(dir=work) as folder:
+            source = Path(folder) / "source"
+            size = write_experts(source, experts)
+            usage = run_tool("run", str(source), "-o", f"{folder}/out", "--scheme", "mxfp4")
+        peaks.append(usage.peak)
+        name = f"run mxfp4, {experts} experts in a tensor"
+        rows += [
+            Row(f"{name}: weights", size / 1e9, "GB"),
+            Row(f"{name}: time", usage.seconds, "s"),
+            Row(f"{name}: peak memory", usage.peak / 1e6, "MB"),
+        ]
+    return [*rows, Row("run mxfp4, experts: peak memory, 32 / 8", peaks[1] / peaks[0], "", 1.1)]
 
 
 def run_tool(*arguments: str) -> Usage:

@@ -84,6 +84,52 @@ def write_llama(folder: Path, layers: int) -> int:
     return size
 
 
+def write_experts(folder: Path, experts: int, inner: int = 4096) -> int:
+    """A Llama 4 of two layers whose experts are 3-D FP8 tensors; returns bytes of weights.
+
+    Each is ``[experts, inputs, outputs]`` with one scale per expert: the layout that is hardest to
+    stream, because an output's weights lie in every row.
+    """
+    vocab = 4096
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, HIDDEN)}
+    wide: Shapes = {}
+    for n in range(2):
+        prefix, block = f"model.layers.{n}.", f"model.layers.{n}.feed_forward."
+        for name in ("q", "k", "v", "o"):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (HIDDEN, HIDDEN)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}{name}.weight"] = (HIDDEN,)
+        shapes[f"{block}router.weight"] = (experts, HIDDEN)
+        for name in ("gate", "up"):
+            shapes[f"{block}shared_expert.{name}_proj.weight"] = (inner, HIDDEN)
+        shapes[f"{block}shared_expert.down_proj.weight"] = (HIDDEN, inner)
+        wide[f"{block}experts.gate_up_proj"] = (experts, HIDDEN, 2 * inner)
+        wide[f"{block}experts.down_proj"] = (experts, inner, HIDDEN)
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (vocab, HIDDEN)}
+    folder.mkdir()
+    header, size = _header(shapes, wide)
+    codes = np.random.default_rng(1).integers(0, 0x7F, 1 << 24).astype(np.uint8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        for window in _windows([prod(shape) for shape in shapes.values()]):
+            file.write(window.data)
+        for shape in wide.values():
+            np.full(experts, 2.0**-14, np.float32).tofile(file)
+            for start in range(0, prod(shape), len(codes)):
+                file.write(codes[: prod(shape) - start].data)
+    more = {
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": inner,
+    }
+    _write_config(folder, "Llama4ForCausalLM", 2, HIDDEN, inner, vocab, **more)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return size
+
+
 def _windows(counts: list[int]) -> Iterator[np.ndarray]:
     """BF16 bit patterns (truncated float32), a different window for each tensor."""
     noise = np.random.default_rng(0).standard_normal(max(counts) + 4096, dtype=np.float32)
@@ -92,12 +138,18 @@ def _windows(counts: list[int]) -> Iterator[np.ndarray]:
         yield bits[n % 4096 :][:count]
 
 
-def _header(shapes: Shapes) -> tuple[bytes, int]:
-    """A safetensors header of BF16 tensors, and the bytes of data that follow it."""
+def _header(shapes: Shapes, fp8: Shapes | None = None) -> tuple[bytes, int]:
+    """A safetensors header, and the bytes of data that follow it.
+
+    BF16 tensors first; then FP8 ones, each after its F32 scale per expert.
+    """
+    specs = [(name, "BF16", shape, 2) for name, shape in shapes.items()]
+    for name, shape in (fp8 or {}).items():
+        specs += [(f"{name}_scale", "F32", shape[:1], 4), (name, "F8_E4M3", shape, 1)]
     entries, offset = {}, 0
-    for name, shape in shapes.items():
-        end = offset + 2 * prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+    for name, dtype, shape, size in specs:
+        end = offset + size * prod(shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
     text += b" " * (-len(text) % 8)
