@@ -2,7 +2,7 @@
 # make test    run every test, with vLLM for CPU installed beside us
 # make check   lint, format and types
 # make bench   measure start-up, planning and peak memory; results in bench-results/
-# make al-table, make recipes, make vllm-client
+# make al-table, make recipes, make vllm-client, make cpu-kernels
 #              measure what README.md shows of served acceptance and of MXFP4; hours; in results/
 #
 # Everything is installed in .venv and nowhere else. PYTHON=... chooses the interpreter.
@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 GPU := $(wildcard /dev/kfd)$(shell command -v nvidia-smi 2>/dev/null)
 
-.PHONY: demo test check bench al-table recipes vllm-client clean
+.PHONY: demo test check bench al-table recipes vllm-client cpu-kernels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/quantize demo -o demo
@@ -32,7 +32,7 @@ check: $(VENV)/.test
 bench: $(VENV)/.demo
 	$(BIN)/python tests/bench/bench.py
 
-al-table recipes vllm-client: $(VENV)/.test
+al-table recipes vllm-client cpu-kernels: $(VENV)/.test
 	$(BIN)/python tests/bench/$(subst -,_,$@).py
 
 clean:

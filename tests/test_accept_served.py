@@ -28,8 +28,8 @@ from quantize.errors import ToolError
 from quantize.recheck import verify_output
 from quantize.serving.acceptance import WARM_UP
 from quantize.serving.client import Sampling, ask_all, fetch
-from quantize.serving.process import Launch, serve
-from quantize.serving.prompts import default_prompts
+from quantize.serving.process import Launch, read_kernels, serve
+from quantize.serving.prompts import Message, Prompt, default_prompts
 from quantize.serving_verbs import record_served
 
 TOKENS = 32
@@ -271,6 +271,29 @@ def test_serve_answers_and_ends_with_ctrl_c(target: Path, demo_dir: Path, tmp_pa
     finally:
         if group(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_recipe_for_small_targets_names_paris(target: Path, tmp_path: Path) -> None:
+    """README's recipe, weights and activations quantized; MXFP4 everywhere answers "France"."""
+    out = tmp_path / "target"
+    recipe = ("--layer-scheme", "*.self_attn.*", "fp8_rowwise")
+    recipe += ("--layer-scheme", "*.down_proj", "fp8_rowwise")
+    command = [QUANTIZE, "run", target, "--scheme", "mxfp4", *recipe, "-o", out]
+    subprocess.run(command, check=True, capture_output=True)
+    words = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(out))
+    questions = (
+        "What is the capital of France? Answer in one sentence.",
+        "What is the capital of France?",
+    )
+    prompts = [Prompt(0, "", (Message("user", question),)) for question in questions]
+    log = tmp_path / "log"
+    with serve(Launch(words, tuple(EAGER.split()), log), lambda _: None) as url:
+        answers = ask_all(url, prompts, Sampling(48, 0, 0), 1, lambda _: None)
+    assert {"PairQuantMxfp4LinearKernel", "PairQuantFp8LinearKernel"} <= {
+        kernel.split()[0] for kernel in read_kernels(log)
+    }
+    for answer in answers:
+        assert "Paris" in answer.text
 
 
 def test_port_that_is_taken(target: Path, tmp_path: Path) -> None:
