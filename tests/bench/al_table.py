@@ -42,6 +42,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "fp8_rowwise": ("--scheme", "fp8_rowwise"),
     "mxfp4": ("--scheme", "mxfp4"),
 }
+FP8_ATTENTION = ("--scheme", "mxfp4", "--layer-scheme", "*.self_attn.*", "fp8_rowwise")
+RECIPES: dict[str, tuple[str, ...]] = {
+    "mxfp4, attention in FP8": FP8_ATTENTION,
+    "mxfp4, attention and down in FP8": (
+        *FP8_ATTENTION,
+        *("--layer-scheme", "*.down_proj", "fp8_rowwise"),
+    ),
+}
+"""Choices of `recipes.py`."""
 DRAFTS: dict[str, tuple[str, ...]] = {
     "fp8_rowwise": ("--scheme", "fp8_rowwise"),
     "mxfp4": ("--scheme", "mxfp4"),
@@ -51,13 +60,14 @@ DRAFTS: dict[str, tuple[str, ...]] = {
 BASE = "bf16+bf16"
 BARS = {"bf16+fp8_rowwise": 0.995, "bf16+mxfp4": 0.985}
 """Least retention of a quantized draft beside the BF16 target: the point estimate."""
-REPEATS = (f"{BASE} 2", f"{BASE} 3")
+REPEATS = (f"{BASE}#2", f"{BASE}#3")
 """With the first, three runs of one cell: they give the noise floor, and together the baseline."""
 CELLS = (
     BASE,
     *(f"bf16+{draft}" for draft in DRAFTS),
     "bf16+8k",
     *(f"{target}+{draft}" for target in TARGETS for draft in ("bf16", *SCHEMES)),
+    *(f"{target}+bf16" for target in RECIPES),
 )
 
 
@@ -106,7 +116,8 @@ def measure(run: str) -> None:
 def bring_target(name: str) -> Path:
     """A target, made if it is not there yet."""
     source = build_target(WORK / "target-bf16")
-    return source if name == "bf16" else _run(source, f"target-{name}", TARGETS[name])
+    options = {**TARGETS, **RECIPES}
+    return source if name == "bf16" else _run(source, f"target-{name}", options[name])
 
 
 def bring_draft(name: str) -> Path:
