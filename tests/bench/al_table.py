@@ -103,7 +103,7 @@ def measure(run: str) -> None:
     """One session of ``quantize accept``, unless its report is there."""
     if is_measured(run):
         return
-    target, draft = run.split(maxsplit=1)[0].split("+")
+    target, draft = run.partition("#")[0].split("+")
     halves = [str(bring_target(target)), str(bring_draft(draft))]
     options = ["--no-lossless", "--vllm-args", VLLM_ARGS, "-o", str(WORK / run)]
     done = subprocess.run(
