@@ -1,6 +1,6 @@
 """Compares ``accept`` with vLLM's own benchmark client: ``make vllm-client``; about ten minutes.
 
-One server of the BF16 pair answers the held-out prompts twice: asked by ``vllm.benchmarks.serve``
+One server of the BF16 pair answers every other held-out prompt twice: asked by ``vllm.benchmarks.serve``
 (custom dataset), which reads the same counters in its own way, and by ``quantize accept --url``.
 Both go to ``results/vllm-client.json``.
 """
@@ -30,6 +30,7 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 TOKENS, CONCURRENCY = "160", "16"
+STRIDE = 2
 
 
 def main() -> int:
@@ -45,8 +46,15 @@ def main() -> int:
     words = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target))
     with TemporaryDirectory() as scratch:
         work = Path(scratch)
+        prompts = work / "prompts.jsonl"
+        lines = default_prompts().read_text().splitlines()[::STRIDE]
+        prompts.write_text("\n".join(lines) + "\n")
         with serve(Launch(words, options, work / "server.log"), lambda _: None) as url:
-            results = {"vllm client": ask_with_vllm(url, target, work), "accept": accept(url, work)}
+            results = {
+                "prompts": len(lines),
+                "vllm client": ask_with_vllm(url, target, prompts, work),
+                "accept": accept(url, prompts, work),
+            }
             results["server"] = json.loads(fetch(f"{url}/version"))
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
@@ -54,9 +62,8 @@ def main() -> int:
     return 0
 
 
-def ask_with_vllm(url: str, target: Path, work: Path) -> dict[str, Any]:
-    """What vLLM's client reports; its log is shown when it fails."""
-    prompts = default_prompts()
+def ask_with_vllm(url: str, target: Path, prompts: Path, work: Path) -> dict[str, Any]:
+    """What vLLM's client reports."""
     options = {
         "--backend": "openai-chat",
         "--endpoint": "/v1/chat/completions",
@@ -85,10 +92,11 @@ def ask_with_vllm(url: str, target: Path, work: Path) -> dict[str, Any]:
     }
 
 
-def accept(url: str, work: Path) -> dict[str, Any]:
+def accept(url: str, prompts: Path, work: Path) -> dict[str, Any]:
     """What ``quantize accept`` reports of the same server."""
     out = work / "report"
-    options = ["--url", url, "--max-tokens", TOKENS, "--concurrency", CONCURRENCY, "-o", str(out)]
+    options = ["--url", url, "--prompts", str(prompts), "--max-tokens", TOKENS]
+    options += ["--concurrency", CONCURRENCY, "-o", str(out)]
     subprocess.run([*QUANTIZE, "accept", *options], check=True)
     (cell,) = json.loads((out / "acceptance.json").read_text())["cells"].values()
     return {
