@@ -1,7 +1,7 @@
 """Compares ``accept`` with vLLM's own benchmark client: ``make vllm-client``; about ten minutes.
 
-One server of the BF16 pair answers every other held-out prompt twice: asked by ``vllm.benchmarks.serve``
-(custom dataset), which reads the same counters in its own way, and by ``quantize accept --url``.
+One server of the BF16 pair answers every other held-out prompt twice: ``vllm.benchmarks.serve``
+(custom dataset) asks, which reads the same counters in its own way, and ``quantize accept --url``.
 Both go to ``results/vllm-client.json``.
 """
 
