@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from shlex import quote
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from quantize.errors import BadCheckpoint
 from quantize.files import Files, fetch_again
@@ -79,9 +79,11 @@ def _read_index(files: Files, sizes: Mapping[str, int]) -> dict[str, str]:
             "shard name",
             fetch_again(files, place),
         )
+    places = {shard for shard in index.values() if isinstance(shard, str)}
+    good = {name for name in places if _is_shard_name(name) and _is_weights(name, sizes)}
     for name, shard in index.items():
         fault = name_fault(name)
-        if not fault and not (_is_shard_name(shard) and _is_weights(shard, sizes)):
+        if not fault and not (isinstance(shard, str) and shard in good):
             fault = (
                 f"found tensor {name!r} in {shown(str(shard))}, expected the name of a "
                 f".{'bin' if place == PICKLE_INDEX else 'safetensors'} file in the same folder"
@@ -91,25 +93,19 @@ def _read_index(files: Files, sizes: Mapping[str, int]) -> dict[str, str]:
                 f"{files.origin}/{place}: {fault}",
                 f"correct weight_map in {quote(files.origin)}/{place}, or write the model again",
             )
-    shards = set(index.values())
-    if missing := sorted(shards - sizes.keys()):
+    if missing := sorted(good - sizes.keys()):
         name = next(name for name, shard in index.items() if shard == missing[0])
         fault = f"names {_few(missing)} (tensor {name!r}), missing from the folder"
         refuse_index(files, sizes, fault, *missing)
     for name in sizes:
         known = name == SINGLE or _NUMBERED.fullmatch(name)
-        if name not in shards and known and _is_weights(name, sizes):
+        if name not in good and known and _is_weights(name, sizes):
             refuse_index(files, sizes, f"omits {name}, which is in the folder")
     return index
 
 
-def _is_shard_name(name: Any) -> bool:
-    return (
-        isinstance(name, str)
-        and len(name) <= LONGEST_NAME
-        and name.isprintable()
-        and not set(name) & set("/\\")
-    )
+def _is_shard_name(name: str) -> bool:
+    return len(name) <= LONGEST_NAME and name.isprintable() and not set(name) & set("/\\")
 
 
 def _require_whole_set(files: Files, shards: list[str]) -> None:

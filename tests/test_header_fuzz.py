@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from broken import FIRST, INDEX, SECOND
 from hostile import DEEP, NORM, UP, WEIGHTS, opened_files
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 from tiny import write_draft, write_llama
@@ -191,16 +191,31 @@ def as_json(pairs: list[tuple[str, Any]]) -> bytes:
     return f"{{{items}}}".encode()
 
 
+Header = tuple[bytes, int, int | None]
+"""The bytes of a header, the length that the file claims for it, and the file's size if changed."""
+
+
+def good_header(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
 @st.composite
-def shard_files(draw: st.DrawFn, path: Path) -> tuple[bytes, int | None]:
-    """A safetensors file like a good one, and to which size it is cut or stretched."""
-    good = path.read_bytes()
-    end = 8 + int.from_bytes(good[:8], "little")
-    header = as_json(mutate(draw, list(json.loads(good[8:end]).items())))
+def shard_headers(draw: st.DrawFn, path: Path) -> Header:
+    """A header like a good one, and what its file says and is."""
+    header = as_json(mutate(draw, list(json.loads(good_header(path)).items())))
     length = draw(st.sampled_from([len(header)] * 9) | NUMBERS | st.integers(0, 2 * len(header)))
-    whole = (length % (1 << 64)).to_bytes(8, "little") + header + good[end:]
-    size = st.none() | st.integers(0, len(whole) + 9) | st.sampled_from([1 << 33, 1 << 42])
-    return whole, draw(st.sampled_from([None] * 9) | size)
+    size = st.none() | st.integers(0, 2 * len(header)) | st.sampled_from([1 << 33, 1 << 42])
+    return header, length, draw(st.sampled_from([None] * 9) | size)
+
+
+def write_shard(path: Path, good: Path, case: Header) -> None:
+    """A file of this header with the data of a good one."""
+    header, length, size = case
+    data = good.read_bytes()[8 + len(good_header(good)) :]
+    path.write_bytes((length % (1 << 64)).to_bytes(8, "little") + header + data)
+    if size is not None:
+        os.truncate(path, size)
 
 
 @pytest.fixture(scope="module")
@@ -228,13 +243,16 @@ def open_and_compare(folder: Path, outcomes: Counter[str], **options: bool) -> N
 def test_headers(folder: Path, target: Path) -> None:
     outcomes: Counter[str] = Counter()
 
+    header = good_header(target / WEIGHTS)
+
     @FUZZ
-    @given(shard_files(target / WEIGHTS))
-    def check(case: tuple[bytes, int | None]) -> None:
-        data, size = case
-        (folder / WEIGHTS).write_bytes(data)
-        if size is not None:
-            os.truncate(folder / WEIGHTS, size)
+    @given(shard_headers(target / WEIGHTS))
+    @example((header, 1 << 31, 1 << 33))
+    @example((header, 1 << 40, 1 << 42))
+    @example((header, 90_000_000, 200_000))
+    @example((header, len(header), None))
+    def check(case: Header) -> None:
+        write_shard(folder / WEIGHTS, target / WEIGHTS, case)
         open_and_compare(folder, outcomes)
 
     check()
