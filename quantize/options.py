@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from quantize.quantities import Rows, Size
+from quantize.recipe import read_recipe
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 MANY_VALUES = ("--exclude-layers", "--draft-exclude-layers")
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def spellings(*names: str) -> tuple[str, ...]:
@@ -51,88 +52,6 @@ class Verb(click.Command):
                     ctx,
                 ) from error
             raise
-
-
-class Rows(click.ParamType[tuple[int, ...]]):
-    """Numbers of rows such as ``1024,256,256``."""
-
-    name = "rows"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        """The numbers; a usage error when they cannot be read."""
-        if isinstance(value, tuple):
-            return value
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value):
-            self.fail(f"{value!r} is not a list of rows such as 1024,256,256", param, ctx)
-        return tuple(map(int, value.split(",")))
-
-
-class Size(click.ParamType[int]):
-    """A number of bytes such as ``5GB``; 1 GB = 10⁹ bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """The number of bytes; a usage error when it cannot be read."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value)
-        if not match or match[2].upper() not in UNITS:
-            self.fail(f"{value!r} is not a size such as 5GB or 500MB", param, ctx)
-        return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def read_recipe(ctx: click.Context, _: click.Parameter, value: Path | None) -> None:
-    """Let a YAML file set any option of the verb; a usage error names a key that cannot be."""
-    if value is None:
-        return
-    import yaml
-
-    try:
-        recipe = yaml.safe_load(value.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"{value}: this is not YAML: {error}") from error
-    if not isinstance(recipe, dict):
-        raise click.UsageError(f"{value}: expected a mapping of option names to values")
-    # Not the negative spelling of a flag: it would turn the recipe's value around.
-    known = {
-        spelling.lstrip("-").replace("-", "_"): param
-        for param in ctx.command.params
-        if param.name != "recipe"
-        for spelling in param.opts
-    }
-    chosen: dict[str, Any] = {}
-    for key, item in recipe.items():
-        param = known.get(str(key).replace("-", "_"))
-        if param is None:
-            names = ", ".join(sorted(known))
-            raise click.UsageError(f"{value}: unknown key {key!r}; known are {names}")
-        if param.name in chosen:
-            raise click.UsageError(f"{value}: {key!r} sets what another key sets")
-        chosen[str(param.name)] = _recipe_value(param, item, f"{value}: {key}")
-    ctx.default_map = chosen
-
-
-def _recipe_value(param: click.Parameter, item: Any, where: str) -> Any:
-    """What click takes: a repeatable option's values as a list, where one may stand alone."""
-
-    def fits(one: Any) -> bool:
-        if param.nargs == 1:
-            return isinstance(one, (str, int, float))
-        return (
-            isinstance(one, list)
-            and len(one) == param.nargs
-            and all(isinstance(part, str) for part in one)
-        )
-
-    if fits(item):
-        return [item] if param.multiple else item
-    if param.multiple and isinstance(item, list) and all(map(fits, item)):
-        return item
-    one = "one value" if param.nargs == 1 else f"a list of {param.nargs} values"
-    raise click.UsageError(
-        f"{where}: found {item!r}, expected {one}{' or a list of such' if param.multiple else ''}"
-    )
 
 
 def apply(*decorators: Decorator[Any]) -> Decorator[Any]:

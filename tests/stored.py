@@ -147,6 +147,17 @@ def mxfp4_packed(name: str, shape: tuple[int, int], seed: int) -> Stored:
     return mxfp4(name, shape, seed, "_packed")
 
 
+def restarting(name: str, parts: tuple[int, ...], columns: int = 96) -> Stored:
+    """A fused weight whose parts were quantized each by itself, in blocks of 64."""
+    each = [fp8_block("w", (rows, columns), n) for n, rows in enumerate(parts)]
+    elements = torch.cat([made["w"].view(torch.uint8) for made, _ in each])
+    stored = {
+        name: elements.view(torch.float8_e4m3fn),
+        f"{name}_scale_inv": torch.cat([made["w_scale_inv"] for made, _ in each]),
+    }
+    return stored, torch.cat([weight for _, weight in each])
+
+
 FORMATS: dict[str, tuple[Store, dict[str, Any]]] = {
     "FP8 blocks": (fp8_block, FP8 | {"weight_block_size": [64, 64]}),
     "FP8 per channel": (

@@ -660,7 +660,7 @@ def test_shards_stay_within_the_limit_with_an_honest_index(
     ("text", "size"), [("1KB", 10**3), ("0.5MB", 5 * 10**5), ("5gb", 5 * 10**9), ("123", 123)]
 )
 def test_sizes_are_decimal(text: str, size: int) -> None:
-    from quantize.options import Size
+    from quantize.quantities import Size
 
     assert Size().convert(text, None, None) == size
 

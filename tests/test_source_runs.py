@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import run_quantize
 from runs import draft_job, run, settings, silent, target_job
 from safetensors.torch import load_file
-from stored import FORMATS, fp8_channel, mxfp4
+from stored import FORMATS, fp8_channel, mxfp4, restarting
 from tiny import Tensors, llama_config, llama_tensors, write, write_draft
 
 from quantize.errors import ToolError
@@ -213,3 +214,41 @@ def test_leftovers_are_told(tmp_path: Path) -> None:
     config = CONFIG | {"quantization_config": FORMATS["FP8 per tensor"][1]}
     job = target_job(write(tmp_path / "m", config, stored, 2), "mxfp4")
     assert [note for note in job.plan.notes if note.startswith("7 tensors are left out")]
+
+
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def write_fused(folder: Path) -> tuple[Path, torch.Tensor]:
+    """A decoder with a fused ``qkv_proj`` whose scales start anew after 40 and 60 rows."""
+    stored, expected = restarting(QKV, (40, 20, 20), 64)
+    kept = {n: t for n, t in llama_tensors(CONFIG).items() if "_proj" not in n or ".o_proj" in n}
+    quantization = FORMATS["FP8 blocks"][1]
+    config = CONFIG | {"architectures": ["OtherForCausalLM"], "quantization_config": quantization}
+    return write(folder / "m", config, kept | stored, 2), expected
+
+
+def test_rows_of_a_fused_weight_are_given_and_recorded(tmp_path: Path) -> None:
+    source, expected = write_fused(tmp_path)
+    job = target_job(source, "bf16", fused_rows=(("*.qkv_proj", (40, 20, 20)),))
+    run_one(job, tmp_path / "out", settings())
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")[QKV], expected)
+    reports = verify_output(tmp_path / "out", str(source), None, None, silent)
+    assert {check.status for check in reports["checkpoint"].checks} == {"pass"}
+    with pytest.raises(ToolError, match="--fused-rows 'qkv' matches no module"):
+        rows = (("*.qkv_proj", (40, 20, 20)), ("qkv", (1, 2)))
+        target_job(source, "bf16", fused_rows=rows)
+
+
+def test_rows_on_the_command_line_and_in_a_recipe(tmp_path: Path) -> None:
+    source, _ = write_fused(tmp_path)
+    plain = ("plan", str(source), "--scheme", "mxfp4", "--json")
+    done = run_quantize(*plain, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "--fused-rows" in done.stderr
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("fused_rows: ['*.qkv_proj', '40,20,20']\n")
+    for option in (("--fused-rows", "*.qkv_proj", "40,20,20"), ("--recipe", str(recipe))):
+        done = run_quantize(*plain, *option, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert run_quantize(*plain, "--fused-rows", "*", "40,x", cwd=tmp_path).returncode == 2

@@ -16,7 +16,6 @@ from stored import (
     FP8,
     INT4_WEIGHTS,
     QUARK_MXFP4,
-    Stored,
     bfloat16,
     compressed,
     fp4_codes,
@@ -26,6 +25,7 @@ from stored import (
     mxfp4,
     powers,
     quark,
+    restarting,
     scale_bytes,
 )
 from tiny import Tensors, write
@@ -264,21 +264,9 @@ def test_mxfp4_by_hand(tmp_path: Path) -> None:
 # Fused weights whose scales start anew in each part
 
 
-def restarting(parts: tuple[int, ...]) -> Stored:
-    """A fused ``qkv_proj`` whose parts were quantized each by itself, in blocks of 64."""
-    each = [fp8_block("w", (rows, 96), n) for n, rows in enumerate(parts)]
-    stored = {
-        "a.qkv_proj.weight": torch.cat([s["w"].view(torch.uint8) for s, _ in each]).view(
-            torch.float8_e4m3fn
-        ),
-        "a.qkv_proj.weight_scale_inv": torch.cat([s["w_scale_inv"] for s, _ in each]),
-    }
-    return stored, torch.cat([w for _, w in each])
-
-
 @pytest.mark.parametrize("parts", [(96, 48, 48), (100, 120)])
 def test_a_restarting_grid_needs_its_rows(parts: tuple[int, ...], tmp_path: Path) -> None:
-    stored, expected = restarting(parts)
+    stored, expected = restarting("a.qkv_proj.weight", parts)
     path = tmp_path / "m"
     blocks = FP8 | {"weight_block_size": [64, 64]}
     with pytest.raises(ToolError) as caught:
