@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from quantize.checkpoint import open_checkpoint
+from quantize.compute import choose_compute
 from quantize.demo import build_target, draft_path
-from quantize.engine import load_quark
+from quantize.engine import load_engine
 from quantize.job import PairOptions, Settings, prepare_draft, prepare_target, run_pair
 from quantize.plan import Options
 from quantize.recheck import verify_output
 from quantize.report import Check, Report, check_table, plan_table
-from quantize.verbs import choose_device
 from quantize.view import View
 
 LANGUAGE_QUALITY = Check(
@@ -53,9 +53,8 @@ def _make_demo(
         prepare_target(target, Options("mxfp4")),
         prepare_draft(open_checkpoint(str(draft)), target, Options("fp8_rowwise"), PairOptions()),
     )
-    load_quark([job.plan for job in jobs], view.stage)
+    compute = choose_compute()
+    load_engine([job.plan for job in jobs], compute, view.stage)
     view.show(*(plan_table(job.plan) for job in jobs))
-    settings = Settings(
-        view.argv, view.stage, 5 * 10**9, device=choose_device("auto"), restart=restart
-    )
+    settings = Settings(view.argv, view.stage, 5 * 10**9, compute, restart=restart)
     return run_pair(*jobs, out, settings)

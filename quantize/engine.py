@@ -9,22 +9,25 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from quantize.checkpoint import Checkpoint
+import numpy as np
+
+from quantize.compute import Compute
 from quantize.entry import Entry
-from quantize.errors import BadCheckpoint, BadOutput, ToolError
+from quantize.errors import BadOutput, ToolError
 from quantize.layout import Shard
+from quantize.parallel import run_in_order
 from quantize.plan import Plan
 from quantize.source import Source
+from quantize.transform import stored_bytes
 from quantize.workdir import Journal
 from schemes import find_scheme
 from schemes.quark_setup import build_lock, import_quark, missing_compiler, needs_build
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Advance = Callable[[int], None]
 """Reports source bytes done, for progress."""
@@ -32,29 +35,54 @@ Advance = Callable[[int], None]
 Stage = Callable[[str, int], AbstractContextManager[Advance]]
 """Shows one stage of known size (bytes; 0 unknown) as it advances."""
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-SYNC_BYTES = 256 << 20
+Places = dict[str, tuple[int, int]]
+"""File descriptor and offset of every output tensor."""
+
+SYNC_BYTES = 1 << 30
+"""Source bytes between two syncs: what an interrupted run may have to do again."""
 
 
-def load_quark(plans: Iterable[Plan], stage: Stage) -> None:
-    """Import Quark and build its kernels before the bars start: both take long and show nothing.
+def load_engine(plans: Iterable[Plan], compute: Compute, stage: Stage) -> None:
+    """Load what computes before the bars start: it may be compiled first, and shows nothing.
 
-    Raises `ToolError` naming the C++ compiler that a first build lacks.
+    Raises `ToolError` naming the C++ compiler that a first build of Quark lacks.
     """
-    if not any(entry.scheme for plan in plans for entry in plan.entries):
-        return
+    schemes = {entry.scheme for plan in plans for entry in plan.entries if entry.scheme}
+    if schemes and compute.engine == "quark":
+        _load_quark(stage, compute.workers)
+    elif compute.device == "cpu":
+        with stage("load the kernels (compiled on first use)", 0):
+            for name in schemes:
+                find_scheme(name).quantize_bits(np.zeros((1, 32), np.uint16))
+
+
+def _load_quark(stage: Stage, workers: int) -> None:
     text = "load AMD Quark"
     if needs_build():
         text = "compile AMD Quark's C++ extension (first use only: one to several minutes)"
         if compiler := missing_compiler():
             raise ToolError(
                 f"AMD Quark compiles a C++ extension on first use, and {compiler} is not on PATH",
-                "install a C++ compiler (Debian and Ubuntu: apt-get install g++), or set CXX",
+                "install a C++ compiler (Debian and Ubuntu: apt-get install g++), or set CXX; "
+                "--engine native needs none and gives the same bytes",
             )
     if lock := build_lock():
         text += f" (waits while {lock} exists: remove it if no other build is running)"
     with stage(text, 0):
         import_quark()
+        import torch
+
+        torch.set_num_threads(workers)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One range of rows of an entry; ``last`` of its entry, ``stop`` 0 with nothing to write."""
+
+    entry: Entry
+    start: int
+    stop: int
+    last: bool
 
 
 def write_tensors(
@@ -63,119 +91,61 @@ def write_tensors(
     shards: Sequence[Shard],
     folder: Path,
     journal: Journal,
-    device: str,
+    compute: Compute,
     advance: Advance,
 ) -> None:
     """Write every tensor of the plan that the journal does not list yet.
 
-    Raises `BadCheckpoint` for a NaN or Inf.
+    Workers read, quantize and write ranges of rows, each its own; another thread syncs what they
+    wrote. Raises `BadCheckpoint` for a NaN or Inf.
     """
     with ExitStack() as stack:
         places = _open_shards(folder, shards, stack)
-        unsynced: list[str] = []
-        pending = 0
-        for entry in plan.entries:
-            if entry.stored and entry.source.name not in journal.done:
-                _write_entry(source, entry, places, device)
-                unsynced.append(entry.source.name)
-                pending += entry.source.nbytes
-            if pending > SYNC_BYTES:
-                _sync(places, journal, unsynced)
-                pending = 0
-            advance(entry.source.nbytes)
-        _sync(places, journal, unsynced)
+        sync = stack.enter_context(ThreadPoolExecutor(1))
+        done = run_in_order(
+            partial(_write_rows, source, places, compute),
+            _list_tasks(source, plan, journal),
+            compute.workers if compute.engine == "native" else 1,  # Quark has threads of its own
+        )
+        written: list[Entry] = []
+        syncs: list[Future[None]] = []
+        for task, _ in stack.enter_context(closing(done)):
+            if not task.last:
+                continue
+            written += [task.entry] if task.stop else []
+            if sum(entry.source.nbytes for entry in written) > SYNC_BYTES:
+                syncs.append(sync.submit(_sync, places, journal, written))
+                written = []
+            advance(task.entry.source.nbytes)
+        syncs.append(sync.submit(_sync, places, journal, written))
+        for future in syncs:
+            future.result()
 
 
-def _write_entry(
-    source: Source, entry: Entry, places: dict[str, tuple[int, int]], device: str
-) -> None:
+def _list_tasks(source: Source, plan: Plan, journal: Journal) -> Iterator[Task]:
+    for entry in plan.entries:
+        name = entry.source.name
+        if not entry.stored or name in journal.done:
+            yield Task(entry, 0, 0, last=True)
+            continue
+        rows = entry.source.shape[0] if entry.source.shape else 1
+        for start, stop in source.chunks(name):
+            yield Task(entry, start, stop, last=stop == rows)
+
+
+def _write_rows(source: Source, places: Places, compute: Compute, task: Task) -> None:
+    entry = task.entry
+    if task.stop == 0 or entry.source.nbytes == 0:
+        return
     rows = entry.source.shape[0] if entry.source.shape else 1
-    if entry.source.nbytes == 0:
-        return
-    for start, stop in source.chunks(entry.source.name):
-        pieces = transform(source, entry, start, stop, device)
-        for spec, piece in zip(entry.stored, pieces, strict=True):
-            descriptor, offset = places[spec.name]
-            _write_all(descriptor, piece, offset + start * (spec.nbytes // rows))
+    pieces = stored_bytes(source, entry, task.start, task.stop, compute)
+    for spec, piece in zip(entry.stored, pieces, strict=True):
+        descriptor, offset = places[spec.name]
+        _write_all(descriptor, piece, offset + task.start * (spec.nbytes // rows))
 
 
-def transform(
-    source: Source, entry: Entry, start: int, stop: int, device: str
-) -> Iterator[memoryview]:
-    """The stored bytes of rows ``start`` to ``stop`` of one entry, in the order of its specs."""
-    if entry.kept:
-        # A NaN or an overflow would be copied unseen.
-        meant = source.tensor(entry.source.name, start, stop)
-        check_finite(source, entry.source.name, meant, start)
-        pieces = source.pieces(entry.source.name, start, stop)
-        yield from (tensor_bytes(piece) for piece in pieces)
-        return
-    if entry.scheme is None and entry.source.dtype not in FLOATS:
-        yield memoryview(source.read(entry.source.name, start, stop))
-        return
-    tensor = source.tensor(entry.source.name, start, stop)
-    check_finite(source, entry.source.name, tensor, start)
-    cast = cast_head(entry, tensor) if entry.scheme is None else cast_weight(tensor)
-    if cast is not tensor:
-        check_finite(source, entry.source.name, cast, start, " when rounded to BF16")
-    if entry.scheme is None:
-        yield tensor_bytes(cast)
-        return
-    try:
-        pieces = find_scheme(entry.scheme).quantize(cast.to(device))
-    except ValueError as error:
-        raise BadCheckpoint(
-            f"{source.files.origin}/{source.shard_of[entry.source.name]}: {entry.source.name} rows "
-            f"{start} to {stop}: {error}",
-            f"keep it in BF16: --exclude-layers {entry.source.module!r}",
-        ) from error
-    yield from (tensor_bytes(piece.cpu()) for piece in pieces)
-
-
-def cast_weight(weight: Tensor) -> Tensor:
-    """The BF16 weight that is quantized."""
-    import torch
-
-    return weight.to(torch.bfloat16)
-
-
-def cast_head(entry: Entry, tensor: Tensor) -> Tensor:
-    """The tensor in its stored dtype: BF16 for a head that is cast by consent, else unchanged."""
-    return tensor if entry.stored[0].dtype == entry.source.dtype else cast_weight(tensor)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in memory order, without a copy where it is contiguous."""
-    import torch
-
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def check_finite(
-    source: Checkpoint, name: str, tensor: Tensor, start: int, rounded: str = ""
-) -> None:
-    """Raise `BadCheckpoint` with the first index of a NaN or Inf; rows begin at ``start``."""
-    import torch
-
-    if bool(torch.isfinite(tensor).all()):
-        return
-    first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-    value = tensor[tuple(first)].item()
-    if first:
-        first[0] += start
-    raise BadCheckpoint(
-        f"{source.files.origin}/{source.shard_of[name]}: {name}{first} is {value}{rounded}, "
-        "expected finite values",
-        "the source is damaged or its training diverged: get a good copy",
-    )
-
-
-def _open_shards(
-    folder: Path, shards: Sequence[Shard], stack: ExitStack
-) -> dict[str, tuple[int, int]]:
-    """File descriptor and offset of every output tensor."""
-    places: dict[str, tuple[int, int]] = {}
+def _open_shards(folder: Path, shards: Sequence[Shard], stack: ExitStack) -> Places:
+    places: Places = {}
     for shard in shards:
         descriptor = os.open(folder / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
         stack.callback(os.close, descriptor)
@@ -192,13 +162,12 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         offset += written
 
 
-def _sync(places: dict[str, tuple[int, int]], journal: Journal, names: list[str]) -> None:
+def _sync(places: Places, journal: Journal, written: Sequence[Entry]) -> None:
     """Bytes first, then the journal: what it lists is on disk, whatever stops the machine."""
-    for descriptor in {descriptor for descriptor, _ in places.values()}:
+    for descriptor in {places[spec.name][0] for entry in written for spec in entry.stored}:
         os.fdatasync(descriptor)
-    for name in names:
-        journal.add(name)
-    names.clear()
+    for entry in written:
+        journal.add(entry.source.name)
 
 
 def check_disk(folder: Path, shards: Sequence[Shard]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from models.base import Family
 from quantize.card import NOT_SERVED, render_card
 from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from quantize.compute import Compute
 from quantize.engine import Stage, check_disk, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
 from quantize.files import copy_file
@@ -31,6 +32,7 @@ from quantize.workdir import check_out, finish, open_journal, open_partial, writ
 REPORT = "quantization_report.json"
 PAIR_REPORT = "report.json"
 HALVES = ("target", "draft")
+ONE_THREAD = Compute()
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Settings:
     command: tuple[str, ...]
     stage: Stage
     max_shard_size: int
-    device: str = "cpu"
+    compute: Compute = ONE_THREAD
     verify: bool = True
     restart: bool = False
 
@@ -196,7 +198,7 @@ def _complete(
         open_journal(journal_folder, name) as journal,
         settings.stage(f"quantize {name}", size) as advance,
     ):
-        write_tensors(job.source, job.plan, shards, folder, journal, settings.device, advance)
+        write_tensors(job.source, job.plan, shards, folder, journal, settings.compute, advance)
     _write_metadata(job, shards, folder)
     report = _prove(job, folder, name, size, settings)
     report = replace(report, checks=(*report.checks, *job.checks))
@@ -236,7 +238,7 @@ def _check_unchanged(source: Checkpoint, before: Mapping[str, Any]) -> None:
 
 def _report(job: Job, report: Report, settings: Settings) -> dict[str, Any]:
     return {
-        "provenance": provenance(settings.command),
+        "provenance": {**provenance(settings.command), "engine": settings.compute.name},
         "source": {"origin": job.source.files.origin, "files": fingerprint(job.source)},
         "target": job.target.files.origin if job.target else None,
         "options": asdict(job.options),
@@ -262,13 +264,14 @@ def _lay_out(plan: Plan, settings: Settings) -> tuple[Shard, ...]:
 
 
 def _identity(job: Job, settings: Settings) -> dict[str, Any]:
-    """What makes two runs the same: sources, and every option that changes a byte."""
+    """What makes two runs the same: sources, every option that changes a byte, and the engine."""
     return {
         "source": fingerprint(job.source),
         "target": fingerprint(job.target) if job.target else None,
         "options": asdict(job.options),
         "dropped tensors": [e.source.name for e in job.plan.entries if not e.stored],
         "max shard size": settings.max_shard_size,
+        "engine": settings.compute.name,
     }
 
 

@@ -136,6 +136,13 @@ RESTART = click.option("--restart", is_flag=True, help="Begin an interrupted run
 WORK = apply(
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda[:N]."),
     click.option("--workers", type=click.IntRange(min=1), help="Threads. [default: all cores]"),
+    click.option(
+        "--engine",
+        type=click.Choice(["native", "quark"]),
+        default="native",
+        show_default=True,
+        help="What quantizes: our kernels, or AMD Quark itself. The bytes are the same.",
+    ),
     click.option("--max-shard-size", type=Size(), default="5GB", show_default=True),
     click.option("--no-verify", is_flag=True, help="Skip the proof; recorded as not_measured."),
     RESTART,

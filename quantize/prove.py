@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from quantize.activations import TOKENS, seeded_activations
 from quantize.checkpoint import Checkpoint
-from quantize.engine import FLOATS, cast_head, cast_weight, check_finite, tensor_bytes
 from quantize.entry import Entry
-from quantize.errors import BadCheckpoint
 from quantize.report import TensorProof
 from quantize.source import Source
+from quantize.transform import find_damage, preserved_bytes, rounded_rows, tensor_bytes
 from schemes import find_scheme
 
 if TYPE_CHECKING:
@@ -41,25 +40,12 @@ def prove_entry(out: Checkpoint, entry: Entry, source: Source | None, found: Fin
     spec = entry.stored[0]
     for start, stop in out.chunks(spec.name):
         stored = out.read(spec.name, start, stop)
-        if spec.dtype in FLOATS:
-            _note_finite(out, spec.name, start, stop, found)
-        if source is not None and stored != _source_bytes(source, entry, start, stop):
+        if damage := find_damage(out, spec.name, stored, spec.dtype, start):
+            found.finite.append(f"{damage}, expected finite values")
+        if source is not None and stored != preserved_bytes(source, entry, start, stop):
             found.changed.append(spec.name)
             break
     found.preserved_bytes += spec.nbytes
-
-
-def _source_bytes(source: Source, entry: Entry, start: int, stop: int) -> bytes | bytearray:
-    if entry.stored[0].dtype == entry.source.dtype:
-        return source.read(entry.source.name, start, stop)
-    return bytes(tensor_bytes(cast_head(entry, source.tensor(entry.source.name, start, stop))))
-
-
-def _note_finite(out: Checkpoint, name: str, start: int, stop: int, found: Findings) -> None:
-    try:
-        check_finite(out, name, out.tensor(name, start, stop), start)
-    except BadCheckpoint as error:
-        found.finite.append(error.message)
 
 
 @dataclass
@@ -90,7 +76,7 @@ def _prove_quantized(out: Checkpoint, entry: Entry, source: Source | None, found
             found.scales.append(f"{entry.stored[-1].name} rows {start} to {stop}: {problem}")
         if source is None:
             continue
-        weight = cast_weight(source.tensor(entry.source.name, start, stop))
+        weight = rounded_rows(source, entry.source.name, start, stop)
         defined = _expected(source, entry, weight, start, stop)
         for spec, ours, theirs in zip(entry.stored, stored, defined, strict=True):
             if tensor_bytes(ours) != tensor_bytes(theirs):
@@ -106,7 +92,9 @@ def _scale_fault(entry: Entry, stored: tuple[Tensor, ...]) -> str:
     scheme = find_scheme(entry.scheme or "")
     if not entry.kept:
         return scheme.check_scale(stored[-1])
-    finite = cast_weight(scheme.dequantize(*stored)).isfinite().all()
+    import torch
+
+    finite = scheme.dequantize(*stored).to(torch.bfloat16).isfinite().all()
     return "" if finite else "they make a weight infinite or NaN in BF16"
 
 

@@ -11,8 +11,9 @@ import click
 
 from quantize.card import NOT_SERVED
 from quantize.checkpoint import Checkpoint, bring_local, open_checkpoint
-from quantize.engine import load_quark
-from quantize.errors import BadOutput, ToolError
+from quantize.compute import choose_compute
+from quantize.engine import load_engine
+from quantize.errors import ToolError
 from quantize.job import (
     HALVES,
     Job,
@@ -82,7 +83,7 @@ def run_verb(view: View, given: dict[str, Any]) -> None:
         job = prepare_target(model, options)
     out: Path = given["out"]
     check_place(out, [job])
-    load_quark([job.plan], view.stage)
+    load_engine([job.plan], settings.compute, view.stage)
     report = run_one(job, out, settings)
     view.show(plan_table(job.plan), check_table(str(out), report), tensor_table(report))
     view.show(f"next: quantize verify {quote(str(out))} --source {quote(model.files.origin)}")
@@ -112,7 +113,7 @@ def pair_verb(view: View, given: dict[str, Any]) -> None:
     )
     check_place(given["out"], jobs)
     settings = _settings(view, given)
-    load_quark([job.plan for job in jobs], view.stage)
+    load_engine([job.plan for job in jobs], settings.compute, view.stage)
     reports = run_pair(*jobs, given["out"], settings)
     out: Path = given["out"]
     _show_pair(view, jobs, reports, out)
@@ -243,26 +244,11 @@ def _wishes(given: Mapping[str, Any]) -> PairOptions:
 
 
 def _settings(view: View, given: Mapping[str, Any]) -> Settings:
-    if given["workers"]:
-        import torch
-
-        torch.set_num_threads(given["workers"])
     return Settings(
         command=view.argv,
         stage=view.stage,
         max_shard_size=given["max_shard_size"],
-        device=choose_device(given["device"]),
+        compute=choose_compute(given["engine"], given["device"], given["workers"]),
         verify=not given["no_verify"],
         restart=given["restart"],
     )
-
-
-def choose_device(name: str) -> str:
-    """The device to compute on: ``auto`` takes a GPU where there is one. Raises BadOutput."""
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
-        raise BadOutput(f"--device {name}: torch finds no such device", "use --device cpu")
-    return name

@@ -119,7 +119,14 @@ class Scheme(Protocol):
         ...
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Quantize a BF16 weight ``[N, K]`` with Quark's own operations, in `stored` order."""
+        """Quantize a BF16 weight ``[N, K]`` with Quark's own operations, in `stored` order.
+
+        Raises ValueError as `refuse` does.
+        """
+        ...
+
+    def refuse(self, weight: Tensor) -> None:
+        """Raise ValueError for a finite weight that Quark would store wrongly."""
         ...
 
     def quantize_bits(self, bits: Bits) -> tuple[Stored, ...]:

@@ -74,15 +74,22 @@ def stored(spec: TensorSpec) -> tuple[TensorSpec, ...]:
 def quantize(weight: Tensor) -> tuple[Tensor, ...]:
     """E4M3 elements ``[N, K]`` and float32 scales ``[N]`` of a finite BF16 weight.
 
-    Raises ValueError for a row that is not zero but whose scale is no normal BF16 number (largest
-    magnitude under 448·2⁻¹²⁶, 5.3e-36): Quark divides by the scale in BF16, where it loses its
-    digits or becomes zero, and would store wrong values or NaN.
+    Raises ValueError as `refuse` does.
+    """
+    refuse(weight)
+    return quantize_with_quark(QUARK_SCHEME, weight)
+
+
+def refuse(weight: Tensor) -> None:
+    """Raise ValueError for a row that is not zero but whose scale is no normal BF16 number.
+
+    Its largest magnitude is under 448·2⁻¹²⁶ (5.3e-36): Quark divides by the scale in BF16, where
+    it loses its digits or becomes zero, and would store wrong values or NaN.
     """
     amax = weight.abs().amax(dim=1).float()
     lost = ((amax > 0) & (amax < LARGEST * 2.0**-126)).nonzero()
     if len(lost):
         _refuse_row(int(lost[0]), float(amax[int(lost[0])]))
-    return quantize_with_quark(QUARK_SCHEME, weight)
 
 
 def quantize_bits(bits: Bits) -> tuple[Stored, ...]:

@@ -55,11 +55,13 @@ def _float(bits: Any) -> Any:
 
 
 @_part
-def _round_to_bf16(number: Any) -> Any:
-    """The bits of a float32 number rounded to BF16, ties to even; the low 16 are zero."""
-    bits = float32(number).view(uint32)
-    odd = uint32((bits >> uint32(16)) & uint32(1))
-    return uint32(uint32(bits + uint32(0x7FFF) + odd) & uint32(0xFFFF0000))
+def _round_to_bf16(quotient: Any) -> Any:
+    """The bits of a quotient of BF16 numbers rounded to BF16; the low 16 are zero.
+
+    To nearest: there are no ties, as no quotient of 8-bit significands has 9 bits.
+    """
+    bits = float32(quotient).view(uint32)
+    return uint32(uint32(bits + uint32(0x8000)) & uint32(0xFFFF0000))
 
 
 @_part

@@ -78,10 +78,9 @@ def stored(spec: TensorSpec) -> tuple[TensorSpec, ...]:
 def quantize(weight: Tensor) -> tuple[Tensor, ...]:
     """Packed elements U8 ``[N, K/2]`` and scales U8 ``[N, K/32]`` of a finite BF16 weight.
 
-    Raises ValueError for a magnitude of 1.75·2¹²⁷ (3.0e38) or more: Quark's scale for it makes
-    the stored weight infinite.
+    Raises ValueError as `refuse` does.
     """
-    _refuse_large(float(weight.abs().amax()))
+    refuse(weight)
     packed, scale = quantize_with_quark(QUARK_SCHEME, weight)
     return packed, scale
 
@@ -100,6 +99,14 @@ def quantize_bits(bits: Bits) -> tuple[Stored, ...]:
     scale = np.empty((rows, columns // BLOCK), np.uint8)
     _refuse_large(finite_magnitude(quantize_mxfp4(bits, packed, scale)))
     return packed, scale
+
+
+def refuse(weight: Tensor) -> None:
+    """Raise ValueError for a magnitude of 1.75·2¹²⁷ (3.0e38) or more.
+
+    Quark's scale for it makes the stored weight infinite.
+    """
+    _refuse_large(float(weight.abs().amax()))
 
 
 def _refuse_large(magnitude: float) -> None:

@@ -160,6 +160,23 @@ def test_help_and_plan_import_nothing_heavy(folder: Path, arguments: list[str]) 
     assert done.stderr.splitlines()[-1] in ("[] 0", "[] None"), done.stderr
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4", "fp8_rowwise"])
+def test_quantizing_imports_neither_torch_nor_quark(folder: Path, scheme: str) -> None:
+    """Their import takes longer than quantizing a small model."""
+    out = str(folder / f"out-{scheme}")
+    script = (
+        f"import sys\nsys.argv = ['quantize', 'run', {str(folder / 'target')!r}, '-o', {out!r}, "
+        f"'--scheme', {scheme!r}, '--no-verify', '--device', 'cpu']\n"
+        "from quantize.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as done:\n    code = done.code\n"
+        f"print([name for name in {HEAVY} if name in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-1] == "[] 0", done.stderr
+
+
 @pytest.mark.parametrize("verb", ["plan", "run", "pair", "verify", "demo"])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_every_verb_has_help_with_an_example(quantize: Quantize, verb: str, flag: str) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from math import inf, nan
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -25,8 +26,13 @@ from tiny import (
 
 from quantize import checkpoint
 from quantize.checkpoint import Checkpoint
+from quantize.compute import Compute
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
 from quantize.job import Job, run_one
+from schemes import find_scheme
+
+if TYPE_CHECKING:
+    from schemes.base import Bits, Stored
 
 LAYER = "model.layers.0"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -101,6 +107,71 @@ def same_tensors(left: Path, right: Path) -> bool:
         and torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8))
         for name, tensor in ours.items()
     )
+
+
+# --- engines, devices and workers
+
+
+HERE = Compute("native", "cpu", 3)
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "compute",
+    [
+        HERE,
+        Compute("native", "cpu:0", 3),  # to torch a device as any other: the GPU's path
+        Compute("quark", "cpu", 2),
+        pytest.param(Compute("native", "cuda", 2), marks=GPU),
+        pytest.param(Compute("quark", "cuda", 2), marks=GPU),
+    ],
+)
+def test_bytes_do_not_depend_on_what_computes(
+    scheme: str, compute: Compute, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "one", scheme, verify=False)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1000)
+    run(source, tmp_path / "other", scheme, compute=compute)
+    assert same_tensors(tmp_path / "one", tmp_path / "other")
+    reports = [
+        json.loads((tmp_path / name / "quantization_report.json").read_text())["provenance"]
+        for name in ("one", "other")
+    ]
+    assert [report["engine"] for report in reports] == ["PairQuant's CPU kernels", compute.name]
+    assert "Quark" in Compute("quark").name
+    assert "torch" in Compute("native", "cuda").name
+
+
+@GPU
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_definition_is_the_same_on_a_gpu(scheme: str) -> None:
+    numbers = torch.arange(0x7F60).repeat(2).to(torch.int16).view(torch.bfloat16)
+    numbers[0x7F60:] *= -1
+    numbers = numbers[torch.randperm(len(numbers))].view(-1, 64)
+    ours, theirs = (find_scheme(scheme).define(numbers.to(d)) for d in ("cpu", "cuda"))
+    for left, right in zip(ours, theirs, strict=True):
+        assert torch.equal(left.view(torch.uint8), right.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("compute", [HERE, Compute("native", "cpu:0", 3), Compute("quark")])
+def test_every_engine_names_the_first_damage(compute: Compute, tmp_path: Path) -> None:
+    """The first in the order of tensors, whichever worker is ahead; and what no scheme holds."""
+    good = llama_tensors(llama_config())
+    damaged = {name: good[name].clone() for name in (UP, f"{LAYER}.self_attn.q_proj.weight")}
+    for tensor in damaged.values():
+        tensor[9, 5] = nan
+    source = write_changed(tmp_path / "damaged", damaged)
+    with pytest.raises(BadCheckpoint, match=r"0\.self_attn\.q_proj\.weight\[9, 5\] is nan"):
+        run(source, tmp_path / "out", "mxfp4", compute=compute, restart=True)
+    large = good[UP].clone()
+    large[2, 3] = 3e38
+    source = write_changed(tmp_path / "large", {UP: large})
+    with pytest.raises(BadCheckpoint, match=r"3e\+38 overflows") as caught:
+        run(source, tmp_path / "out", "mxfp4", compute=compute, restart=True)
+    assert UP in caught.value.message
+    assert "--exclude-layers" in caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 # --- NaN and Inf
@@ -394,19 +465,19 @@ def test_failed_check_leaves_the_partial_folder(
     """A scheme that computes one wrong byte: the proof refuses it before OUT appears."""
     from schemes import fp8_rowwise
 
-    right = fp8_rowwise.quantize
+    right = fp8_rowwise.quantize_bits
 
-    def wrong(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        elements, scale = right(weight)
-        elements.view(torch.uint8)[0, 0] ^= 1
+    def wrong(bits: Bits) -> tuple[Stored, ...]:
+        elements, scale = right(bits)
+        elements[0, 0] += 1
         return elements, scale
 
-    monkeypatch.setattr(fp8_rowwise, "quantize", wrong)
+    monkeypatch.setattr(fp8_rowwise, "quantize_bits", wrong)
     with pytest.raises(BadOutput, match="quantized bytes") as caught:
         run(source, tmp_path / "out", "fp8_rowwise")
     assert "--restart" in caught.value.hint
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.partial" / "model.safetensors").exists()
-    monkeypatch.setattr(fp8_rowwise, "quantize", right)
+    monkeypatch.setattr(fp8_rowwise, "quantize_bits", right)
     run(source, tmp_path / "out", "fp8_rowwise", restart=True)
     assert not (tmp_path / "out.partial").exists()

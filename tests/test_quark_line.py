@@ -9,6 +9,7 @@ import pytest
 from pruned import write_pruned
 from runs import draft_job, read_header, settings, target_job
 
+from quantize.compute import Compute
 from quantize.demo import draft_path
 from quantize.job import run_one
 from schemes import SCHEMES
@@ -76,9 +77,12 @@ def test_draft(
 ) -> None:
     draft = draft_path() if layout == "shared head" else pruned
     theirs = export(draft, tmp_path / "quark", scheme, ["fc", "lm_head"])
-    run_one(draft_job(draft, target, scheme.NAME), tmp_path / "ours", settings(verify=False))
     assert len(quantized(theirs)) == 7
     assert {"d2t", "t2d", "lm_head.weight"} <= theirs.keys() or layout == "shared head"
-    assert read_tensors(tmp_path / "ours") == theirs
+    for compute in (Compute(workers=3), Compute("quark")):
+        out = tmp_path / compute.engine
+        job = draft_job(draft, target, scheme.NAME)
+        run_one(job, out, settings(verify=False, compute=compute))
+        assert read_tensors(out) == theirs
     if (scheme.NAME, layout) == ("fp8_rowwise", "shared head"):
         assert read_tensors(demo_dir / "pair" / "draft") == theirs

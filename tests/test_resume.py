@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from runs import pair, read_header, read_tree, run, settings, target_job
 from tiny import write_draft, write_llama
 
 from quantize import engine
+from quantize.compute import Compute
 from quantize.engine import Advance
 from quantize.errors import BadCheckpoint, BadOutput
 from quantize.job import run_one
@@ -99,9 +101,12 @@ def stop_at(step: int) -> Callable[[str, int], Any]:
 # --- interrupted
 
 
-@pytest.mark.parametrize("sync_bytes", [0, engine.SYNC_BYTES])
+@pytest.mark.parametrize(
+    ("sync_bytes", "workers"), [(0, 1), (engine.SYNC_BYTES, 1), (0, 3), (100_000, 3)]
+)
 def test_interrupt_at_every_tensor(
     sync_bytes: int,
+    workers: int,
     source: Path,
     expected: dict[str, bytes],
     folder: Path,
@@ -112,7 +117,7 @@ def test_interrupt_at_every_tensor(
     for step in range(2 * TENSORS):
         out = folder / f"out{step}"
         with pytest.raises(KeyboardInterrupt):
-            run_bf16(source, out, stage=stop_at(step))
+            run_bf16(source, out, stage=stop_at(step), compute=Compute(workers=workers))
         assert not out.exists()
         run_bf16(source, out)
         assert read_tree(out) == expected, step
@@ -196,6 +201,7 @@ def killed_at(step: int, work: Callable[[], object]) -> bool:
                     if seen > step:
                         os._exit(9)
 
+            threading.setprofile(count)
             sys.setprofile(count)
             work()
             sys.setprofile(None)
@@ -233,11 +239,17 @@ def check_every_kill(
     print(f"killed before each of {step} file operations")
 
 
+@pytest.mark.parametrize("workers", [1, 3])
 def test_kill_at_every_file_operation(
-    source: Path, folder: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    workers: int,
+    source: Path,
+    folder: Path,
+    expected: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine, "SYNC_BYTES", 10_000)
-    check_every_kill(folder, lambda out: run_bf16(source, out), expected)
+    compute = Compute(workers=workers)
+    check_every_kill(folder, lambda out: run_bf16(source, out, compute=compute), expected)
 
 
 def test_kill_a_pair_at_file_operations(
@@ -397,6 +409,15 @@ def test_other_shard_size_is_refused_by_name(source: Path, folder: Path) -> None
     with pytest.raises(BadOutput, match="max shard size"):
         run_bf16(source, folder / "out", max_shard_size=70_000)
     assert read_tree(folder) == left
+
+
+def test_another_engine_is_refused_by_name(source: Path, folder: Path) -> None:
+    """The bytes would be the same; the report, which names one engine, would not be true."""
+    left = half_done(source, folder / "out")
+    with pytest.raises(BadOutput, match="engine"):
+        run_bf16(source, folder / "out", compute=Compute("quark"))
+    assert read_tree(folder) == left
+    run_bf16(source, folder / "out", compute=Compute(workers=3))  # workers may change
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
