@@ -239,9 +239,10 @@ def check_every_kill(
     print(f"killed before each of {step} file operations")
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("workers", "stride"), [(1, 1), (3, 5)])
 def test_kill_at_every_file_operation(
     workers: int,
+    stride: int,
     source: Path,
     folder: Path,
     expected: dict[str, bytes],
@@ -249,7 +250,7 @@ def test_kill_at_every_file_operation(
 ) -> None:
     monkeypatch.setattr(engine, "SYNC_BYTES", 10_000)
     compute = Compute(workers=workers)
-    check_every_kill(folder, lambda out: run_bf16(source, out, compute=compute), expected)
+    check_every_kill(folder, lambda out: run_bf16(source, out, compute=compute), expected, stride)
 
 
 def test_kill_a_pair_at_file_operations(
