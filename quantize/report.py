@@ -108,7 +108,7 @@ def escape(text: str) -> str:
 
 def _megabytes(entries: Iterable[Entry]) -> tuple[str, str]:
     entries = tuple(entries)
-    before = sum(entry.source.nbytes for entry in entries)
+    before = sum(entry.source_bytes for entry in entries)
     after = sum(spec.nbytes for entry in entries for spec in entry.stored)
     return f"{before / 1e6:.2f}", f"{after / 1e6:.2f}"
 

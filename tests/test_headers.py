@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+import time
+from functools import cache
 from math import prod
 from pathlib import Path
 
 import pytest
+
+from quantize.checkpoint import open_checkpoint
+from quantize.job import prepare_target
+from quantize.plan import Options
 
 sys.path.insert(0, str(Path(__file__).parent / "headers"))
 from make import MODELS, Tensors, nbytes, write
@@ -25,31 +34,83 @@ PUBLISHED = {
 }
 """Shards, tensors, parameters and bytes."""
 
+PLANNED = ("llama-3.1-405b",)
 
-@pytest.fixture(scope="module")
-def headers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders by model; a few MB each."""
-    root = tmp_path_factory.mktemp("headers")
-    for name, build in MODELS.items():
-        write(build(), root / name)
-    return {name: root / name for name in MODELS}
+
+QUANTIZED = {
+    "llama-3.1-405b": r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj",
+    # As AMD publishes them: attention, head, router, vision and projector stay as they are.
+    "deepseek-v3-fp8": r"model\.layers\.(?!61\.)\d+\.mlp\.((shared_)?experts\.)?(\d+\.)?\w+_proj",
+    "kimi-k2.5-int4": r"language_model\..*\.mlp\.((shared_)?experts\.)?(\d+\.)?\w+_proj",
+    "minimax-m2.5-fp8": r".*\.block_sparse_moe\.experts\.\d+\.w[123]",
+}
+"""The modules that a plan for MXFP4 quantizes."""
+
+
+@cache
+def shards(name: str) -> dict[str, Tensors]:
+    return MODELS[name]().shards
 
 
 def all_tensors(name: str) -> Tensors:
-    return {key: spec for part in MODELS[name]().shards.values() for key, spec in part.items()}
+    return {key: spec for part in shards(name).values() for key, spec in part.items()}
 
 
-def parameters(tensors: Tensors) -> int:
-    """Weights as the model card counts them: packed ones unpacked, scales left out."""
-    return sum(
-        prod(shape) * (8 if name.endswith("weight_packed") else 1)
-        for name, (_, shape) in tensors.items()
-        if not name.endswith(COMPANIONS)
-    )
+def weights(name: str) -> dict[str, int]:
+    """Elements of every logical weight: packed ones unpacked, scales left out."""
+    return {
+        tensor.removesuffix("_packed"): prod(shape) * (8 if tensor.endswith("weight_packed") else 1)
+        for tensor, (_, shape) in all_tensors(name).items()
+        if not tensor.endswith(COMPANIONS)
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_set_has_the_published_size(name: str) -> None:
     tensors = all_tensors(name)
-    found = (len(MODELS[name]().shards), len(tensors), parameters(tensors), nbytes(tensors))
+    found = (len(shards(name)), len(tensors), sum(weights(name).values()), nbytes(tensors))
     assert found == PUBLISHED[name]
+
+
+def after(name: str) -> tuple[int, int]:
+    """Tensors and bytes of the output: 17 bytes for 32 weights in MXFP4, BF16 or F32 elsewhere."""
+    stored, count, total = all_tensors(name), 0, 0
+    for tensor, elements in weights(name).items():
+        if re.fullmatch(QUANTIZED[name] + r"\.weight", tensor):
+            count, total = count + 2, total + elements // 32 * 17
+        else:
+            width = 4 if tensor in stored and stored[tensor][0] == "F32" else 2
+            count, total = count + 1, total + elements * width
+    return count, total
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    write(MODELS[name](), tmp_path / name)
+    start = time.process_time()
+    job = prepare_target(open_checkpoint(str(tmp_path / name)), Options("mxfp4"), compare=False)
+    seconds = time.process_time() - start
+    assert seconds < 30
+    plan = job.plan
+    stored = [spec for entry in plan.entries for spec in entry.stored]
+    assert sum(entry.source_bytes for entry in plan.entries) == PUBLISHED[name][3]
+    assert (len(stored), sum(spec.nbytes for spec in stored)) == after(name)
+    quantized = {entry.source.name for entry in plan.entries if entry.scheme}
+    assert quantized == {t for t in weights(name) if re.fullmatch(QUANTIZED[name] + r"\.weight", t)}
+
+
+def test_amds_own_kimi_has_as_many_tensors() -> None:
+    """amd/Kimi-K2.5-MXFP4: 139,613 tensors, 558,995,180,568 bytes of files with their headers."""
+    count, total = after("kimi-k2.5-int4")
+    assert count == 139_613
+    assert 100 * count < 558_995_180_568 - total < 200 * count
+
+
+def test_the_command_plans_405_billion_parameters(tmp_path: Path) -> None:
+    write(MODELS["llama-3.1-405b"](), tmp_path / "m")
+    command = [sys.executable, "-m", "quantize.cli", "plan", str(tmp_path / "m")]
+    before = os.times().children_user
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert os.times().children_user - before < 10  # processor time: the machine may be busy
+    assert "811706.78" in done.stderr
+    assert "221788.41" in done.stderr
