@@ -14,6 +14,7 @@ from quantize.checkpoint import Checkpoint, bring_local, open_checkpoint
 from quantize.compute import choose_compute
 from quantize.engine import load_engine
 from quantize.errors import ToolError
+from quantize.estimate import estimate, estimate_lines
 from quantize.job import (
     HALVES,
     Job,
@@ -60,6 +61,7 @@ def plan_verb(view: View, given: dict[str, Any]) -> None:
             "source": model.files.origin,
             "plan": jobs[0].plan.to_json(),
             "checks": Report(tuple(checks)).to_json()["checks"],
+            "estimate": estimate(jobs[0].plan),
             **({"draft_plan": jobs[1].plan.to_json()} if given["draft"] else {}),
         },
     )
@@ -68,6 +70,7 @@ def plan_verb(view: View, given: dict[str, Any]) -> None:
 def _plan_lines(job: Job) -> Iterable[str]:
     sizes = ", ".join(map(str, job.plan.tensor_parallel))
     yield f"{job.plan.kind}: tensor-parallel sizes that stay valid: {sizes}"
+    yield from estimate_lines(job.plan)
     yield from (f"note: {note}" for note in job.plan.notes)
 
 

@@ -14,6 +14,13 @@ from pathlib import Path
 import pytest
 
 from quantize.checkpoint import open_checkpoint
+from quantize.estimate import (
+    COPY_RATE,
+    PROVE_RATE,
+    QUANTIZE_RATE,
+    estimate,
+    estimate_lines,
+)
 from quantize.job import prepare_target
 from quantize.plan import Options
 
@@ -114,3 +121,21 @@ def test_the_command_plans_405_billion_parameters(tmp_path: Path) -> None:
     assert os.times().children_user - before < 10  # processor time: the machine may be busy
     assert "811706.78" in done.stderr
     assert "221788.41" in done.stderr
+
+
+def test_the_estimate_is_of_the_plan(tmp_path: Path) -> None:
+    """Bytes by hand, from the config's dimensions, times the measured rates."""
+    write(MODELS["llama-3.1-405b"](), tmp_path / "m")
+    job = prepare_target(open_checkpoint(str(tmp_path / "m")), Options("mxfp4"), compare=False)
+    told = estimate(job.plan)
+    assert told["largest_tensor_bytes"] == 128_256 * 16_384 * 2
+    assert told["largest_tensor"] in ("model.embed_tokens.weight", "lm_head.weight")
+    linears = 126 * 2 * (2 * 16384**2 + 2 * 1024 * 16384 + 3 * 53248 * 16384)
+    assert told["proof_core_seconds"] == pytest.approx(linears / PROVE_RATE, abs=0.1)
+    rest = 811_706_777_600 - linears
+    seconds = linears / QUANTIZE_RATE + rest / COPY_RATE
+    assert told["core_seconds"] == pytest.approx(seconds, abs=0.1)
+    lines = " ".join(estimate_lines(job.plan))
+    assert "4.20 GB" in lines
+    assert told["measured_on"] in lines
+    assert re.search(r"about \d+ min of one core to write and \d+\.\d h to prove", lines)

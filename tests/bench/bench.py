@@ -98,6 +98,7 @@ def measure_run(work: Path, scheme: str) -> list[Row]:
             source = Path(folder) / "source"
             size = write_llama(source, layers)
             out = str(Path(folder) / "out")
+            told = ask_estimate(source, scheme)
             usage = run_tool("run", str(source), "-o", out, "--scheme", scheme)
         peaks.append(usage.peak)
         name = f"run {scheme}, {label}"
@@ -107,6 +108,8 @@ def measure_run(work: Path, scheme: str) -> list[Row]:
             Row(f"{name}: processor time", usage.processor, "s"),
             Row(f"{name}: rate", size / 1e9 / usage.seconds, "GB/s"),
             Row(f"{name}: peak memory", usage.peak / 1e6, "MB"),
+            Row(f"{name}: processor time / estimate", usage.processor / told["seconds"], ""),
+            Row(f"{name}: peak memory / estimate", usage.peak / told["memory"], "", 1.25),
         ]
     return [
         *rows,
@@ -134,6 +137,15 @@ def measure_experts(work: Path) -> list[Row]:
             Row(f"{name}: peak memory", usage.peak / 1e6, "MB"),
         ]
     return [*rows, Row("run mxfp4, experts: peak memory, 32 / 8", peaks[1] / peaks[0], "", 1.1)]
+
+
+def ask_estimate(source: Path, scheme: str) -> dict[str, float]:
+    """What ``quantize plan`` says that a run takes: bytes of memory, seconds of one core."""
+    command = [*COMMAND, "plan", str(source), "--scheme", scheme, "--json", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)["estimate"]
+    seconds = told["core_seconds"] + told["proof_core_seconds"]
+    return {"memory": told["peak_memory_bytes"], "seconds": seconds}
 
 
 def run_tool(*arguments: str) -> Usage:
