@@ -26,13 +26,16 @@ from tiny import write_draft, write_llama
 from quantize.demo import draft_path
 from quantize.errors import ToolError
 from quantize.recheck import verify_output
-from quantize.serving.acceptance import WARM_UP
 from quantize.serving.client import Sampling, ask_all, fetch
 from quantize.serving.process import Launch, read_kernels, serve
 from quantize.serving.prompts import Message, Prompt, default_prompts
 from quantize.serving_verbs import record_served
 
 TOKENS = 32
+QUESTIONS = (
+    "What is the capital of France? Answer in one sentence.",
+    "What is the capital of France?",
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "COLUMNS": "200",
@@ -252,48 +255,37 @@ def test_no_server_survives(
     assert "Traceback" not in (tmp_path / "stderr").read_text()
 
 
-def test_serve_answers_and_ends_with_ctrl_c(target: Path, demo_dir: Path, tmp_path: Path) -> None:
-    """``quantize serve`` as in a terminal: the interrupt reaches its whole process group."""
-    port = free_port()
-    options = ["--port", str(port), *EAGER.split()]
-    draft = demo_dir / "pair" / "draft"
-    command = [str(QUANTIZE), "serve", str(target), "--draft", str(draft), "--", *options]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+def test_serve_answers_with_readmes_recipe_and_ends_with_ctrl_c(
+    target: Path, demo_dir: Path, tmp_path: Path
+) -> None:
+    """MXFP4 with attention and `down_proj` in FP8; MXFP4 everywhere answers "France"."""
+    out, log, port = tmp_path / "target", tmp_path / "log", free_port()
+    recipe = ("--layer-scheme", "*.self_attn.*", "fp8_rowwise")
+    recipe += ("--layer-scheme", "*.down_proj", "fp8_rowwise")
+    run = [QUANTIZE, "run", target, "--scheme", "mxfp4", *recipe, "-o", out]
+    subprocess.run(run, check=True, capture_output=True)
+    serving = [QUANTIZE, "serve", out, "--draft", demo_dir / "pair" / "draft", "--"]
+    with log.open("w") as stdout:  # as in a terminal: an interrupt reaches the whole group
+        process = subprocess.Popen(
+            [*serving, "--port", str(port), *EAGER.split()],
+            stdout=stdout,
+            stderr=stdout,
+            start_new_session=True,
+        )
     try:
         url = f"http://127.0.0.1:{port}"
-        assert await_true(lambda: is_healthy(url), 240), (tmp_path / "log").read_text()[-3000:]
-        (answer,) = ask_all(url, [WARM_UP], Sampling(16, 0, 0), 1, lambda _: None)
-        assert answer.text
+        assert await_true(lambda: is_healthy(url), 240), log.read_text()[-3000:]
+        prompts = [Prompt(0, "", (Message("user", question),)) for question in QUESTIONS]
+        for answer in ask_all(url, prompts, Sampling(48, 0, 0), 1, lambda _: None):
+            assert "Paris" in answer.text
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
         assert await_true(lambda: not group(process.pid), 10)
     finally:
         if group(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_recipe_for_small_targets_names_paris(target: Path, tmp_path: Path) -> None:
-    """README's recipe, weights and activations quantized; MXFP4 everywhere answers "France"."""
-    out = tmp_path / "target"
-    recipe = ("--layer-scheme", "*.self_attn.*", "fp8_rowwise")
-    recipe += ("--layer-scheme", "*.down_proj", "fp8_rowwise")
-    command = [QUANTIZE, "run", target, "--scheme", "mxfp4", *recipe, "-o", out]
-    subprocess.run(command, check=True, capture_output=True)
-    words = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(out))
-    questions = (
-        "What is the capital of France? Answer in one sentence.",
-        "What is the capital of France?",
-    )
-    prompts = [Prompt(0, "", (Message("user", question),)) for question in questions]
-    log = tmp_path / "log"
-    with serve(Launch(words, tuple(EAGER.split()), log), lambda _: None) as url:
-        answers = ask_all(url, prompts, Sampling(48, 0, 0), 1, lambda _: None)
-    assert {"PairQuantMxfp4LinearKernel", "PairQuantFp8LinearKernel"} <= {
-        kernel.split()[0] for kernel in read_kernels(log)
-    }
-    for answer in answers:
-        assert "Paris" in answer.text
+    kernels = {kernel.split()[0] for kernel in read_kernels(log)}
+    assert {"PairQuantMxfp4LinearKernel", "PairQuantFp8LinearKernel"} <= kernels
 
 
 def test_port_that_is_taken(target: Path, tmp_path: Path) -> None:
