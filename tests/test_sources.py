@@ -383,6 +383,35 @@ def test_what_cannot_be_read_is_refused(case: str, tmp_path: Path) -> None:
     assert caught.value.hint
 
 
+STRANGE: dict[str, Config] = {
+    "groups in a list": {"config_groups": [INT4_WEIGHTS]},
+    "a group that is text": {"config_groups": {"a": "INT4"}},
+    "weights that are text": {"config_groups": {"a": {"targets": ["Linear"], "weights": "INT4"}}},
+    "targets that are numbers": {"config_groups": {"a": {"targets": [1], "weights": {}}}},
+    "no targets": {"config_groups": {"a": {"weights": INT4_WEIGHTS}}},
+    "bits that are text": compressed("x", INT4_WEIGHTS | {"num_bits": "4"}),
+    "groups of no size": compressed("x", INT4_WEIGHTS | {"group_size": [32]}),
+    "a pattern that is none": {"config_groups": {"a": {"targets": ["re:("], "weights": {}}}},
+    "a pattern without end": {"config_groups": {"a": {"targets": ["re:(a+)+$"], "weights": {}}}},
+    "transforms that are text": INT4 | {"transform_config": "Hadamard"},
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_config_of_another_form_is_refused(case: str, tmp_path: Path) -> None:
+    quantization = {"quant_method": "compressed-tensors"} | STRANGE[case]
+    with pytest.raises(ToolError, match=r"config\.json|w\.weight_packed"):
+        open_stored(tmp_path, PACKED, quantization)
+
+
+@pytest.mark.parametrize("found", [[], "x", {"weight": 4}, {"weight": {"dtype": ["fp4"]}}])
+def test_a_quark_config_of_another_form_is_refused(found: Any, tmp_path: Path) -> None:
+    stored = {"w.weight": U8, "w.weight_scale": U8[:, :2].clone()}
+    for key in ("global_quant_config", "layer_quant_config", "algo_config"):
+        with pytest.raises(ToolError, match="no tensor is stored so"):
+            open_stored(tmp_path, stored, {"quant_method": "quark", key: found})
+
+
 def test_model_opt_is_named_by_its_own_file(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {}, {"w.weight": F8, "w.weight_scale": torch.tensor(1.0)})
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quantize.sources.groups import Group, read_groups
 from schemes.base import TensorSpec
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class Weight:
     scheme: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Quantization:
     """What is known of a source's quantization beside its tensors."""
 
@@ -63,13 +65,10 @@ class Quantization:
     """Its ``quantization_config``, empty when there is none."""
     fused_rows: FusedRows = ()
 
-    @property
-    def groups(self) -> tuple[Mapping[str, Any], ...]:
-        """The ``weights`` of every group of a compressed-tensors config."""
-        groups = self.config.get("config_groups")
-        values = groups.values() if isinstance(groups, dict) else ()
-        weights = (group.get("weights") for group in values if isinstance(group, dict))
-        return tuple(found for found in weights if isinstance(found, dict))
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of a compressed-tensors config."""
+        return read_groups(self.config)
 
     def chunks(self, module: str) -> tuple[int, ...]:
         """The rows of each part of a fused module, as the user gave them; empty: not given."""

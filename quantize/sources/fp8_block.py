@@ -73,7 +73,7 @@ def _is_mx(spec: TensorSpec, scale: TensorSpec) -> bool:
 def _block_size(quantization: Quantization) -> tuple[int, int] | None:
     given = quantization.config.get("weight_block_size")
     if given is None:
-        blocks = (group.get("block_structure") for group in quantization.groups)
+        blocks = (weights.get("block_structure") for _, weights in quantization.groups)
         given = next((block for block in blocks if block), None)
     if given is None:
         return None

@@ -8,12 +8,12 @@ compressed-tensors ``compressors/pack_quantized/helpers.py``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantize.errors import BadCheckpoint
 from quantize.sources.base import Quantization, Weight, read_rows, say
+from quantize.sources.groups import find_group
 from schemes.base import TensorSpec
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _check_group(
     specs: Mapping[str, TensorSpec],
     quantization: Quantization,
 ) -> None:
-    group = _find_group(packed.module, quantization)
+    group = find_group(quantization.groups, packed.module)
     faults = {
         f"{group.get('num_bits')} bits": group.get("num_bits") != 4,
         f"type {group.get('type')!r}": group.get("type", "int") != "int",
@@ -80,30 +80,15 @@ def _check_group(
         )
 
 
-def _find_group(module: str, quantization: Quantization) -> Mapping[str, Any]:
-    """The weights of the group that a module belongs to: by its name first, then by its class."""
-    by_class: Mapping[str, Any] = {}
-    for group in (quantization.config.get("config_groups") or {}).values():
-        for target in group.get("targets") or ():
-            weights = group.get("weights") or {}
-            if target == module or (
-                target.startswith("re:") and re.match(target.removeprefix("re:"), module)
-            ):
-                return dict(weights)
-            if "." not in target and not target.startswith("re:"):
-                by_class = by_class or weights
-    return by_class
-
-
 def _group_size(
     packed: TensorSpec, scale: TensorSpec, columns: int, quantization: Quantization
 ) -> int:
     """Columns that share a scale; the config and the shapes must agree on it."""
     rows = packed.shape[:-1]
-    group = _find_group(packed.module, quantization)
+    group = find_group(quantization.groups, packed.module)
     size = group.get("group_size") or columns
     strategy = group.get("strategy")
-    if strategy in ("channel", "tensor") or size < 0:
+    if strategy in ("channel", "tensor") or size <= 0:
         size = columns
     expected = (1,) if strategy == "tensor" else (*rows, -(-columns // size))
     if scale.shape != expected or columns % size:

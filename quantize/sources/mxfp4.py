@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantize.errors import BadCheckpoint
 from quantize.sources.base import Quantization, Weight, find_scale, read_rows, say
+from quantize.sources.groups import values
 from schemes import mxfp4
 from schemes.base import TensorSpec
 
@@ -94,11 +95,8 @@ def _unpacked(spec: TensorSpec) -> tuple[int, ...]:
 
 def _is_mxfp4(config: Mapping[str, Any]) -> bool:
     """Whether FP4 means MXFP4 in every layer of a Quark config, and occurs in it."""
-    layers = [
-        config.get("global_quant_config"),
-        *(config.get("layer_quant_config") or {}).values(),
-        *(config.get("layer_type_quant_config") or {}).values(),
-    ]
+    keys = ("layer_quant_config", "layer_type_quant_config")
+    layers = [config.get("global_quant_config"), *(v for k in keys for v in values(config.get(k)))]
     weights = [layer.get("weight") for layer in layers if isinstance(layer, dict)]
     narrow = [w for w in weights if isinstance(w, dict) and not _is_wide(w.get("dtype"))]
     return bool(narrow) and all(

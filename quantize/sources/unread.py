@@ -73,10 +73,12 @@ def _walk(config: Mapping[str, Any], path: str) -> list[tuple[str, Any]]:
 
 def _refuse_rotations(quantization: Mapping[str, Any], place: str) -> None:
     """Weights that were rotated mean nothing without the same rotation of their inputs."""
-    algorithms = quantization.get("algo_config") or []
-    names = [item.get("name") for item in algorithms if isinstance(item, dict)]
+    algorithms = quantization.get("algo_config")
+    found = algorithms if isinstance(algorithms, list) else [algorithms]
+    names = [item.get("name") for item in found if isinstance(item, dict)]
     rotated = [str(name) for name in names if name in ("rotation", "quarot")]
-    if (quantization.get("transform_config") or {}).get("config_groups"):
+    transforms = quantization.get("transform_config")
+    if transforms and (not isinstance(transforms, dict) or transforms.get("config_groups")):
         rotated.append("transform_config")
     if rotated:
         raise BadPlan(
