@@ -91,6 +91,7 @@ def pair(**given: Any) -> None:
 @click.option("--draft-source", help="What the draft was made from.")
 @click.option("--allow-unmeasured", is_flag=True, help="Exit 0 although some checks lack a source.")
 @IGNORE_INDEX
+@click.option("--sample", is_flag=True, help="SQNR of 32 rows of each weight; every byte as ever.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the checks as JUnit XML.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write the report as one HTML file.")
 @DISPLAY

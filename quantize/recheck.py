@@ -29,11 +29,12 @@ def verify_output(
     stage: Stage,
     *,
     ignore_index: bool = False,
+    sample: bool = False,
 ) -> dict[str, Report]:
     """The reports of an output by name; ``pair`` is among them when both halves are given.
 
-    ``out`` is one checkpoint, or what `pair` wrote; ``ignore_index`` is about the sources. Raises
-    `BadOutput` when a folder has no report.
+    ``out`` is one checkpoint, or what `pair` wrote; ``ignore_index`` is about the sources and
+    ``sample`` for `verify_checkpoint`. Raises `BadOutput` when a folder has no report.
     """
     _require_folder(out)
     whole = (out / PAIR_REPORT).is_file()
@@ -47,11 +48,11 @@ def verify_output(
         for name, of in ((source, folder), (draft_source, draft))
     ]
     target = _open_output(folder)
-    first = _verify_one(folder, target, sources[0], stage)
+    first = _verify_one(folder, target, sources[0], stage, sample=sample)
     if draft is None:
         return {"checkpoint": first}
     drafted = _open_output(draft)
-    second = _verify_one(draft, drafted, sources[1], stage)
+    second = _verify_one(draft, drafted, sources[1], stage, sample=sample)
     plan = plan_from_json(_read_report(draft)["plan"])
     checks = (*check_pair(target, drafted), _check_depth(plan, target))
     extra = _check_dropped(plan, target, sources[1])
@@ -79,12 +80,14 @@ def _open_source(name: str, out: Path, *, ignore_index: bool) -> Source:
     return read_through(stored, _options(_read_report(out)).fused_rows)
 
 
-def _verify_one(folder: Path, out: Checkpoint, source: Source | None, stage: Stage) -> Report:
+def _verify_one(
+    folder: Path, out: Checkpoint, source: Source | None, stage: Stage, *, sample: bool
+) -> Report:
     recorded = _read_report(folder)
     plan = plan_from_json(recorded["plan"])
     size = sum(entry.source.nbytes for entry in plan.entries)
     with stage(f"verify {folder}", size) as advance:
-        report = verify_checkpoint(out, plan, _comparable(plan, source), advance)
+        report = verify_checkpoint(out, plan, _comparable(plan, source), advance, sample=sample)
     return replace(report, checks=(_check_plan(recorded, plan, source), *report.checks))
 
 

@@ -160,6 +160,7 @@ def verify_verb(view: View, given: dict[str, Any]) -> None:
         given["draft_source"],
         view.stage,
         ignore_index=given["ignore_index"],
+        sample=given["sample"],
     )
     if given["junit"]:
         given["junit"].write_text(junit_xml(reports, allow_unmeasured=allow), encoding="utf-8")
@@ -247,6 +248,10 @@ def _wishes(given: Mapping[str, Any]) -> PairOptions:
 
 
 def _settings(view: View, given: Mapping[str, Any]) -> Settings:
+    if given["workers"] and not given["no_verify"]:  # the proof computes in torch
+        import torch
+
+        torch.set_num_threads(given["workers"])
     return Settings(
         command=view.argv,
         stage=view.stage,

@@ -11,10 +11,11 @@ from typing import Any
 import models
 from models.base import Family
 from quantize.checkpoint import Checkpoint
+from quantize.energies import MAY_DIFFER_DB
 from quantize.errors import ToolError
 from quantize.metadata import edit_config, linear_modules
 from quantize.plan import Plan
-from quantize.prove import Findings, prove_entry
+from quantize.prove import SAMPLE_ROWS, Findings, prove_entry
 from quantize.report import Check, Report, TensorProof
 from quantize.source import Source
 from quantize.vllm_names import (
@@ -27,9 +28,17 @@ from schemes import SCHEMES
 
 
 def verify_checkpoint(
-    out: Checkpoint, plan: Plan, source: Source | None, advance: Callable[[int], None]
+    out: Checkpoint,
+    plan: Plan,
+    source: Source | None,
+    advance: Callable[[int], None],
+    *,
+    sample: bool = False,
 ) -> Report:
-    """Every check of one checkpoint; what needs the source is not_measured without it."""
+    """Every check of one checkpoint; what needs the source is not_measured without it.
+
+    With ``sample`` SQNR is measured on some rows of each weight.
+    """
     headers = _check_headers(out, plan)
     checks = [headers, _check_config(out, plan, source), *_check_names(out, plan)]
     if headers.status == "fail":
@@ -37,10 +46,10 @@ def verify_checkpoint(
     found = Findings()
     for entry in plan.entries:
         if entry.stored:
-            prove_entry(out, entry, source, found)
+            prove_entry(out, entry, source, found, sample=sample)
         advance(entry.source.nbytes)
     proofs = tuple(sorted(found.proofs, key=lambda proof: proof.sqnr_db))
-    return Report((*checks, *_judge(plan, found, source is not None)), proofs)
+    return Report((*checks, *_judge(plan, found, source is not None, sample)), proofs)
 
 
 def _check_headers(out: Checkpoint, plan: Plan) -> Check:
@@ -113,7 +122,7 @@ def _join(schemes: set[str | None]) -> str:
     return " and ".join(sorted(scheme or "BF16" for scheme in schemes))
 
 
-def _judge(plan: Plan, found: Findings, measured: bool) -> Iterable[Check]:
+def _judge(plan: Plan, found: Findings, measured: bool, sample: bool) -> Iterable[Check]:
     kept = sum(entry.scheme is None and bool(entry.stored) for entry in plan.entries)
     made = sum(entry.scheme is not None for entry in plan.entries)
     yield _check("finite", found.finite, f"{kept} preserved tensors", "no NaN or Inf")
@@ -124,9 +133,14 @@ def _judge(plan: Plan, found: Findings, measured: bool) -> Iterable[Check]:
     sizes = f"{kept} tensors, {found.preserved_bytes} bytes"
     yield _check("preserved", found.changed, sizes, NEEDS_SOURCE[0][1])
     yield _judge_head(plan, found)
-    sizes = f"{made} weights, {found.quantized_bytes} bytes"
+    sizes = (
+        f"{made} weights, {found.quantized_bytes} bytes; {found.sampled_rows} rows by two "
+        "implementations"
+    )
     yield _check("quantized bytes", found.quantized, sizes, NEEDS_SOURCE[2][1])
-    yield from _judge_floors(found.proofs)
+    if found.proofs:
+        yield _judge_float32(found)
+    yield from _judge_floors(found.proofs, f", {SAMPLE_ROWS} rows of each" if sample else "")
 
 
 NEEDS_SOURCE = (
@@ -153,8 +167,19 @@ def _judge_head(plan: Plan, found: Findings) -> Check:
     return _check("head", wrong, measured, NEEDS_SOURCE[1][1])
 
 
-def _judge_floors(proofs: list[TensorProof]) -> Iterable[Check]:
-    """The least value of each scheme against its floor."""
+def _judge_float32(found: Findings) -> Check:
+    """The arithmetic that the decibels below rest on."""
+    good = found.float32_db <= MAY_DIFFER_DB
+    return Check(
+        "float32 reference",
+        "pass" if good else "fail",
+        f"{found.float32_db:.1g} dB from float64",
+        f"at most {MAY_DIFFER_DB:g} dB, {SAMPLE_ROWS} rows of each weight",
+    )
+
+
+def _judge_floors(proofs: list[TensorProof], rows: str) -> Iterable[Check]:
+    """The least value of each scheme against its floor; ``rows`` says which were measured."""
     for scheme in SCHEMES:
         ours = [proof for proof in proofs if proof.scheme == scheme.NAME]
         for name, field, floor in (
@@ -168,7 +193,7 @@ def _judge_floors(proofs: list[TensorProof]) -> Iterable[Check]:
                 yield Check(
                     f"{name}, {scheme.NAME}",
                     "fail" if low else "pass",
-                    f"least {values[0][0]:.2f} dB",
+                    f"least {values[0][0]:.2f} dB{rows}",
                     f"at least {floor:.2f} dB",
                     _some(low) if low else values[0][1],
                 )

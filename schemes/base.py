@@ -148,6 +148,10 @@ class Scheme(Protocol):
         """The float32 weight ``[N, K]`` that the stored tensors mean."""
         ...
 
+    def activations(self, x: Tensor) -> Tensor:
+        """The float32 numbers ``[M, K]`` that vLLM's kernel multiplies for BF16 ``x``."""
+        ...
+
     def matmul(self, x: Tensor, *stored: Tensor) -> Tensor:
         """``x Wᵀ`` for BF16 ``x`` ``[M, K]`` as vLLM's kernel computes it, BF16 ``[M, N]``.
 

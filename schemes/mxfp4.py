@@ -168,6 +168,11 @@ def dequantize(*stored: Tensor) -> Tensor:
     return blocks.view(packed.shape[0], -1)
 
 
+def activations(x: Tensor) -> Tensor:
+    """The float32 numbers that `matmul` multiplies for BF16 ``x`` ``[M, K]``."""
+    return dequantize(*define(x))
+
+
 def matmul(x: Tensor, *stored: Tensor) -> Tensor:
     """``x Wᵀ`` in BF16 as vLLM computes it: both sides quantized, summed in float32.
 
@@ -178,8 +183,7 @@ def matmul(x: Tensor, *stored: Tensor) -> Tensor:
     """
     import torch
 
-    activations = dequantize(*define(x))
-    return torch.nn.functional.linear(activations, dequantize(*stored)).to(torch.bfloat16)
+    return torch.nn.functional.linear(activations(x), dequantize(*stored)).to(torch.bfloat16)
 
 
 def layer_config() -> dict[str, Any]:
