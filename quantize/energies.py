@@ -51,7 +51,7 @@ def measure(weight: Tensor, stored: Tensor, inputs: Inputs) -> Energies:
     for start in range(0, len(weight), _BLOCK_ROWS):
         rows = weight[start : start + _BLOCK_ROWS]
         left = stored[start : start + _BLOCK_ROWS]
-        blocks.append(measure_in(_choose_type(rows), rows, left, inputs))
+        blocks.append(measure_in(_choose_type(rows, left), rows, left, inputs))
     return Energies(
         *(
             torch.cat([getattr(block, name) for block in blocks])
@@ -60,16 +60,17 @@ def measure(weight: Tensor, stored: Tensor, inputs: Inputs) -> Energies:
     )
 
 
-def _choose_type(rows: Tensor) -> torch.dtype:
+def _choose_type(weight: Tensor, stored: Tensor) -> torch.dtype:
     import torch
 
-    return torch.float32 if bool(_fit_float32(rows).all()) else torch.float64
+    return torch.float32 if bool(_fit_float32(weight, stored).all()) else torch.float64
 
 
-def _fit_float32(rows: Tensor) -> Tensor:
-    """Rows whose squares neither overflow nor vanish."""
-    largest = rows.abs().amax(dim=1).float()
-    return ((largest > _LEAST) & (largest < _MOST)) | (largest == 0)
+def _fit_float32(weight: Tensor, stored: Tensor) -> Tensor:
+    """Rows whose squares neither overflow nor vanish, in what is stored as well."""
+    sizes = [rows.abs().amax(dim=1).float() for rows in (weight, stored)]
+    first, second = (((size > _LEAST) & (size < _MOST)) | (size == 0) for size in sizes)
+    return first & second
 
 
 def measure_in(dtype: torch.dtype, weight: Tensor, stored: Tensor, inputs: Inputs) -> Energies:
@@ -101,7 +102,7 @@ def compare_types(weight: Tensor, stored: Tensor, inputs: Inputs) -> float:
     """
     import torch
 
-    fit = _fit_float32(weight)
+    fit = _fit_float32(weight, stored)
     weight, stored = weight[fit], stored[fit]
     low, high = (
         by_feature(measure_in(dtype, weight, stored, inputs))

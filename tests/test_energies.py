@@ -55,6 +55,15 @@ def test_energies_are_those_of_float64_at_any_magnitude(scheme: Scheme, power: i
     assert by_feature(found)[3] == float("inf")  # a zero row is met exactly
 
 
+def test_a_tiny_number_beside_a_zero_row_is_noise() -> None:
+    """Its square is too small for float32."""
+    weight, stored = torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 32)
+    stored[1, 3] = 2.0**-125
+    found = measure(weight, stored, Inputs(torch.ones(4, 32), torch.ones(4, 32)))
+    assert by_feature(found).tolist() == [float("inf"), -float("inf")]
+    assert found.noise.tolist() == [0, 2.0**-250]
+
+
 def test_by_feature_tells_what_is_not_finite() -> None:
     numbers = torch.tensor([0.0, 0.0, 1.0, 1.0, 100.0, float("inf")], dtype=torch.float64)
     noise = torch.tensor([0.0, 1.0, float("inf"), float("nan"), 1.0, 0.0], dtype=torch.float64)
@@ -69,7 +78,8 @@ def test_float32_is_held_against_float64(scheme: Scheme, monkeypatch: pytest.Mon
     inputs = Inputs(x.float(), scheme.activations(x))
     stored = scheme.dequantize(*scheme.define(weight))
     assert compare_types(weight, stored, inputs) < 1e-4
-    assert compare_types(layer(100), stored, inputs) == 0  # never measured in float32
+    large = layer(100)
+    assert compare_types(large, large.float(), inputs) == 0  # never measured in float32
     right = energies.measure_in
 
     def coarse(dtype: torch.dtype, *rest: Tensor | Inputs) -> Energies:

@@ -10,14 +10,17 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from synthetic import write_experts, write_llama, write_trillion
+from compare import Usage, compare
+from compare import run as run_command
+from synthetic import write_experts, write_llama, write_small_experts, write_trillion
+
+from quantize.demo import build_target
 
 COMMAND = [sys.executable, str(Path(sys.executable).with_name("quantize"))]
 RESULTS = Path(__file__).resolve().parents[2] / "bench-results"
@@ -42,15 +45,6 @@ class Row:
         return self.limit is not None and self.value > self.limit
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What one finished process took: seconds of wall and of processor time, peak bytes."""
-
-    seconds: float
-    processor: float
-    peak: int
-
-
 def main() -> int:
     """Run all benchmarks, in a temporary folder beside the results."""
     RESULTS.mkdir(exist_ok=True)
@@ -59,6 +53,7 @@ def main() -> int:
         rows = measure_start() + measure_plan(Path(work) / "trillion")
         for scheme in SCHEMES:
             rows += measure_run(Path(work), scheme)
+        rows += compare_all(Path(work))
         rows += measure_experts(Path(work))
     time_now = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%SZ")
     result = {"time": time_now, "machine": machine, "rows": [asdict(row) for row in rows]}
@@ -148,21 +143,28 @@ def ask_estimate(source: Path, scheme: str) -> dict[str, float]:
     return {"memory": told["peak_memory_bytes"], "seconds": seconds}
 
 
+def compare_all(work: Path) -> list[Row]:
+    """Our rate beside other tools' on a real small model, a dense one and one of small experts."""
+    small = build_target(work / "smollm2")
+    sources = {
+        small: (269_030_720, 2 * 49152 * 576),
+        work / "dense": (write_llama(work / "dense", LAYERS["4 GB"]), 2 * 2048 * 8192),
+        work / "experts": (write_small_experts(work / "experts", 4, 64), 2 * 2048 * 4096),
+    }
+    rows = []
+    for source, (size, largest) in sources.items():
+        for scheme, share in (("mxfp4", 1 / 20), ("ptpc_fp8", 1 / 4)):
+            limits = {"seconds": 2.5} if source == small else {"Quark": share, "cp and sync": 2.5}
+            limits["llmcompressor"] = 1.0
+            lines = compare(source, work, scheme, size, largest, limits)
+            rows += [Row(*line) for line in lines]
+    return rows
+
+
 def run_tool(*arguments: str) -> Usage:
     """Run the tool as a user would; SystemExit with its messages when it fails."""
     print("quantize", *arguments, file=sys.stderr, flush=True)
-    start = time.monotonic()
-    child = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stderr is not None
-    messages = child.stderr.read()
-    _, status, used = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"quantize ended with {child.returncode}:\n{messages[-4000:]}")
-    seconds = time.monotonic() - start
-    return Usage(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+    return run_command([*COMMAND, *arguments])
 
 
 def find_heavy(*arguments: str) -> set[str]:

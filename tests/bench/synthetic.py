@@ -130,6 +130,24 @@ def write_experts(folder: Path, experts: int, inner: int = 4096) -> int:
     return size
 
 
+def write_small_experts(folder: Path, layers: int, experts: int) -> int:
+    """A BF16 checkpoint of small experts (3 MB a tensor, one each); returns bytes of weights."""
+    shapes: Shapes = {"model.embed_tokens.weight": (4096, HIDDEN)}
+    for n in range(layers):
+        shapes |= _expert_layer(f"model.layers.{n}.", experts, HIDDEN, 768)
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (4096, HIDDEN)}
+    folder.mkdir()
+    header, size = _header(shapes)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        for window in _windows([prod(shape) for shape in shapes.values()]):
+            file.write(window.data)
+    _write_config(
+        folder, "SyntheticForCausalLM", layers, HIDDEN, 768, 4096, n_routed_experts=experts
+    )
+    return size
+
+
 def _windows(counts: list[int]) -> Iterator[np.ndarray]:
     """BF16 bit patterns (truncated float32), a different window for each tensor."""
     noise = np.random.default_rng(0).standard_normal(max(counts) + 4096, dtype=np.float32)
