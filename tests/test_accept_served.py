@@ -274,7 +274,7 @@ def test_serve_answers_with_readmes_recipe_and_ends_with_ctrl_c(
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        assert await_true(lambda: is_healthy(url), 240), log.read_text()[-3000:]
+        assert await_true(lambda: is_healthy(url), 600), log.read_text()[-3000:]
         prompts = [Prompt(0, "", (Message("user", question),)) for question in QUESTIONS]
         for answer in ask_all(url, prompts, Sampling(48, 0, 0), 1, lambda _: None):
             assert "Paris" in answer.text
