@@ -13,7 +13,13 @@ LAYER = r"(midlayer|layers\.\d+)\."
 
 FAMILY = Family(
     name="eagle3_llama",
-    architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    architectures=(
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+    ),
     quantized={
         LAYER + r"self_attn\.[qkvo]_proj\.weight": "attention",
         LAYER + r"mlp\.(gate|up|down)_proj\.weight": "mlp",

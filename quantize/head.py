@@ -76,7 +76,7 @@ def check_tie(family: Family, target: Checkpoint, *, compare: bool) -> Check:
 
 
 def _check_tied(family: Family, target: Checkpoint, flags: Mapping[str, bool]) -> None:
-    if flags and all(flags.values()):
+    if all(flags.values()) if flags else family.tied:
         return
     said = ", ".join(f"{path}: {str(flag).lower()}" for path, flag in flags.items())
     raise BadPlan(

@@ -19,6 +19,7 @@ from quantize.patterns import (
     some,
 )
 from quantize.roles import Role, check_layers, classify, find_family
+from quantize.share import quantized_share, warn_share
 from quantize.sources import keeps_bytes
 from quantize.sources.base import PLAIN, FusedRows, Weight
 from schemes import find_scheme
@@ -57,6 +58,7 @@ class Plan:
             "notes": list(self.notes),
             "bytes_before": sum(entry.source_bytes for entry in self.entries),
             "bytes_after": sum(spec.nbytes for spec in self.stored.values()),
+            "share_quantized": round(quantized_share(self.entries), 4),
             "tensors": [entry_to_json(entry) for entry in self.entries],
             "quantization_config": self.quantization_config,
         }
@@ -96,7 +98,7 @@ def make_plan(
     (`quantize.source`). Raises `BadPlan`.
     """
     family = find_family(specs, config)
-    roles = classify(family, specs)
+    roles = classify(family, specs, config)
     check_layers(family, specs, config)
     check_patterns(family, roles, options)
     weights, dropped = weights or {}, dropped or {}
@@ -127,7 +129,7 @@ def make_plan(
         else None,
         tensor_parallel=_tensor_parallel(family, quantized),
         target_layers=target_layers,
-        notes=(*_notes(entries), *_unused(unused or {})),
+        notes=(*_notes(entries), *_unused(unused or {}), *_share_note(scheme, entries)),
     )
 
 
@@ -238,6 +240,10 @@ def _notes(entries: Iterable[Entry]) -> tuple[str, ...]:
         return ()
     names = some([entry.source.name for entry in misfits])
     return (f"{len(misfits)} weights stay BF16 ({misfits[0].reason}): {names}",)
+
+
+def _share_note(scheme: str, entries: tuple[Entry, ...]) -> tuple[str, ...]:
+    return () if scheme == BF16_SCHEME else warn_share(entries)
 
 
 def _unused(unused: Mapping[str, str]) -> tuple[str, ...]:

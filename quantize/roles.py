@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import models
-from models import eagle3
+from models import eagle3, eagle3_mla, eagle3_qwen3
 from models.base import Family
 from quantize.errors import BadPlan
+from quantize.layers import check_known_layers, refuse_missing
 from schemes.base import TensorSpec
+
+DRAFTS = {
+    "llama": eagle3.FAMILY,
+    "qwen3": eagle3_qwen3.FAMILY,
+    "deepseek_v3": eagle3_mla.FAMILY,
+}
+"""The draft of each family whose own architecture a draft's config may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +57,23 @@ def find_family(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> F
     family = models.find_family(names[0])
     if "fc.weight" not in specs or family.draft:
         return family
-    if family.name == "llama":
-        return eagle3.FAMILY
+    if family.name in DRAFTS:
+        return DRAFTS[family.name]
+    known = (name for draft in DRAFTS.values() for name in draft.architectures)
     raise BadPlan(
         f"config.json: architecture {names[0]} with a tensor fc.weight looks like a draft that is "
-        f"not known, expected one of {', '.join(eagle3.FAMILY.architectures)}",
-        "Llama-style EAGLE-3 drafts are supported",
+        f"not known, expected one of {', '.join(known)}",
+        "EAGLE-3 drafts in the style of Llama, Qwen3 and DeepSeek are supported",
     )
 
 
-def classify(family: Family, specs: Mapping[str, TensorSpec]) -> dict[str, Role]:
-    """The role of every tensor. Raises `BadPlan` naming the tensors that have none."""
+def classify(
+    family: Family, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]
+) -> dict[str, Role]:
+    """The role of every tensor. Raises `BadPlan` naming the tensors that have none.
+
+    What a decoder layer would quantize stays BF16 by default in a layer for multi-token prediction.
+    """
     tied = family.head not in specs and not family.draft
     head = family.embedding if tied else family.head
     roles = {}
@@ -68,6 +82,8 @@ def classify(family: Family, specs: Mapping[str, TensorSpec]) -> dict[str, Role]
         found = family.role(name)
         if found is None or (found[1] != "preserved" and len(spec.shape) != 2):
             unknown.append(f"{name} {spec.dtype} {list(spec.shape)}")
+        elif found[1] == "quantized" and _is_mtp(family, name, config):
+            roles[name] = Role(spec, f"MTP {found[0]}", "optional", head=False)
         else:
             roles[name] = Role(spec, *found, head=name == head)
     if unknown:
@@ -79,10 +95,17 @@ def classify(family: Family, specs: Mapping[str, TensorSpec]) -> dict[str, Role]
     return roles
 
 
+def _is_mtp(family: Family, name: str, config: Mapping[str, Any]) -> bool:
+    if family.mtp is None or (match := re.match(family.layers, name)) is None:
+        return False
+    layers = text_config(config).get("num_hidden_layers")
+    return isinstance(layers, int) and int(match[1]) >= layers
+
+
 def check_layers(
     family: Family, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]
 ) -> None:
-    """Every decoder layer is there, and known families have the same tensors in each of them.
+    """Every decoder layer is there, with all its experts, and like layers have the same tensors.
 
     VLLM does not miss a tensor that a quantized checkpoint lacks: it would keep what it started
     with. Raises `BadPlan` naming what is missing.
@@ -98,31 +121,42 @@ def check_layers(
     for name in specs:
         if match := pattern.match(name):
             layers.setdefault(int(match.group(1) or 0), set()).add(name[match.end() :])
-    expected = text_config(config).get("num_hidden_layers")
-    if type(expected) is not int or {*layers} != {*range(min(expected, len(layers) + 1))}:
+    _check_numbers(family, layers, config)
+    if family.architectures:
+        check_known_layers(family, layers, text_config(config))
+    else:
+        _check_unknown_layers(family, layers)
+
+
+def _check_numbers(
+    family: Family, layers: Mapping[int, set[str]], config: Mapping[str, Any]
+) -> None:
+    text = text_config(config)
+    expected = text.get("num_hidden_layers")
+    extra = text.get(family.mtp.count) if family.mtp else 0
+    found = {*layers}
+    if type(expected) is int and type(extra) is int and extra > 0:
+        # They may be left out, and must be counted before a size that cannot be is built.
+        found -= {number for number in found if expected <= number < expected + extra}
+    if type(expected) is not int or found != {*range(min(expected, len(found) + 1))}:
         raise BadPlan(
             f"config.json: num_hidden_layers is {expected!r}, found tensors of "
             f"{len(layers)} layers ({_ranges(sorted(layers))})",
             "the checkpoint is incomplete, or its config belongs to another model",
         )
+
+
+def _check_unknown_layers(family: Family, layers: Mapping[int, set[str]]) -> None:
+    """The layers of an unknown architecture may differ, but what vLLM fuses must be complete.
+
+    A lone member is legal (a gate of attention, an MLP without gate) unless other layers have more.
+    """
     suffixes = set().union(*layers.values())
     for number, found in sorted(layers.items()):
-        missing = _missing(family, suffixes, found)
-        if missing:
-            raise BadPlan(
-                f"layer {number} lacks {', '.join(sorted(missing))}",
-                "the checkpoint is incomplete: download it again",
-            )
+        refuse_missing(number, _missing_members(family, suffixes, found))
 
 
-def _missing(family: Family, suffixes: set[str], found: set[str]) -> set[str]:
-    if family.architectures:
-        linears = [f"{block}.{leaf}" for block, leaves in family.linears.items() for leaf in leaves]
-        needed = {f"{module}.weight" for module in (*linears, *family.norms)}
-        uneven = {name for name in suffixes if name.endswith(("_proj.weight", "_proj.bias"))}
-        return (needed | uneven) - found
-    # The layers of an unknown architecture may differ, but what vLLM fuses must be complete: a
-    # lone member is legal (a gate of attention, an MLP without gate) unless other layers have more.
+def _missing_members(family: Family, suffixes: set[str], found: set[str]) -> set[str]:
     present = {name.removesuffix(".weight") for name in found if name.endswith("_proj.weight")}
     parents = {name.rpartition(".")[0] for name in present}
     return {

@@ -31,6 +31,7 @@ from quantize.patterns import resolve_scheme
 from quantize.plan import Options
 from quantize.recheck import verify_output
 from quantize.report import Report, check_table, junit_xml, plan_table, tensor_table
+from quantize.share import quantized_share
 from quantize.view import View
 
 
@@ -71,6 +72,8 @@ def _plan_lines(job: Job) -> Iterable[str]:
     sizes = ", ".join(map(str, job.plan.tensor_parallel))
     yield f"{job.plan.kind}: tensor-parallel sizes that stay valid: {sizes}"
     yield from estimate_lines(job.plan)
+    share = quantized_share(job.plan.entries)
+    yield f"{job.plan.kind}: {share:.1%} of the weights' bytes are quantized"
     yield from (f"note: {note}" for note in job.plan.notes)
 
 

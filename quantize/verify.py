@@ -23,6 +23,7 @@ from quantize.vllm_names import (
     get_matching_fused,
     name_runtime_modules,
     name_scheme,
+    rename_entries,
 )
 from schemes import SCHEMES
 
@@ -97,6 +98,7 @@ def _check_names(out: Checkpoint, plan: Plan) -> Iterable[Check]:
         return
     wrong = []
     count = 0
+    config = rename_entries(family, config)
     for name, members in name_runtime_modules(family, schemes, plan.target_layers).items():
         expected = {schemes[member] for member in members}
         found = _resolve(name, config, family)

@@ -15,6 +15,7 @@ from typing import Any
 
 from models.base import Family
 from quantize.errors import BadCheckpoint, BadPlan
+from quantize.spelling import ask, spell, spell_built, spell_key, spell_own
 from schemes.base import Scheme
 
 Layer = Mapping[str, Any]
@@ -62,10 +63,28 @@ def find_layer_config(name: str, config: Mapping[str, Any], fused: Fused) -> Lay
     """
     if is_excluded(name, config["exclude"], fused):
         return None
-    found = [_find_by_key(shard, config) for shard in _shards(name, fused) or [name]]
+    # Of a module that is stored fused, and so is its own only member, vLLM reads no key.
+    found = [
+        config["global_quant_config"] if shard == name else _find_by_key(shard, config)
+        for shard in _shards(name, fused)
+    ] or [_find_by_key(name, config)]
     if not all(_equal(layer, found[0]) for layer in found):
         raise _mismatch(name, "layer_quant_config gives its members different configurations")
     return found[0]
+
+
+def rename_entries(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Quark configuration as vLLM reads it for a family: entries renamed as modules are.
+
+    Source: ``apply_vllm_mapper`` in ``quark/quark.py``.
+    """
+    layers = config.get("layer_quant_config") or {}
+    rename = family.renames.apply
+    return {
+        **config,
+        "exclude": [rename(entry) for entry in config["exclude"]],
+        "layer_quant_config": {rename(key): layer for key, layer in layers.items()},
+    }
 
 
 def name_scheme(layer: Layer | None, schemes: Iterable[Scheme]) -> str | None:
@@ -91,9 +110,13 @@ def name_runtime_modules(
 
     ``target_layers`` is the number of layers of the draft's target; a draft needs it.
     """
+    modules = tuple(modules)
+    present = {*modules}
     found: dict[str, list[str]] = {}
     for module in modules:
-        found.setdefault(_spell_runtime(family, module, target_layers)[-1], []).append(module)
+        own = spell_own(family, module, target_layers)
+        name = ask(family, spell_built(family, own, module, present))
+        found.setdefault(name, []).append(module)
     return {name: tuple(members) for name, members in found.items()}
 
 
@@ -114,7 +137,10 @@ def list_exclusions(
         if 0 < len(chosen.intersection(members)) < len(members):
             left = ", ".join(member for member in members if member not in chosen)
             raise _mismatch(name, f"it is excluded without {left}")
-    names = sorted({name for module in chosen for name in _spell(family, module, target_layers)})
+    present = {*modules, *chosen}
+    names = sorted(
+        {name for module in chosen for name in spell(family, module, present, target_layers)}
+    )
     if not family.draft:
         return names
     off = [name for name, members in runtime.items() if chosen.intersection(members)]
@@ -145,11 +171,11 @@ def choose_layer_keys(
         name: scheme
         for module, scheme in schemes.items()
         if scheme != default
-        for name in _spell(family, module, target_layers)
+        for name in spell_key(family, module, schemes.keys(), target_layers)
     }
     mappings: tuple[Fused, ...] = ({}, family.fused) if family.draft else (family.fused,)
     for keys in ({}, dict(patterns), exact):
-        if all(_reads_as(intended, keys, default, fused) for fused in mappings):
+        if all(_reads_as(family, intended, keys, default, fused) for fused in mappings):
             return keys
     raise BadPlan("no names of layer_quant_config make vLLM read the layer schemes as asked")
 
@@ -191,39 +217,6 @@ def _mismatch(name: str, detail: str) -> FusedMismatch:
     )
 
 
-def _spell_runtime(family: Family, module: str, target_layers: int | None) -> tuple[str, str]:
-    """A module's own name in vLLM, and that of the module it is part of there."""
-    name = _renumber(family, module, target_layers) if family.draft else module
-    if ".experts." in name:
-        return name, name[: name.index(".experts.")] + ".experts"
-    parent, dot, leaf = name.rpartition(".")
-    groups = (group for group, members in family.fused.items() if leaf in members)
-    return name, parent + dot + next(groups, leaf)
-
-
-def _renumber(family: Family, module: str, target_layers: int | None) -> str:
-    """A draft's module as vLLM names it: its layers count on from the target's.
-
-    Source: ``load_weights`` and ``start_layer_id`` in ``model_executor/models/llama_eagle3.py``.
-    """
-    if module == family.head.removesuffix(".weight"):
-        return module
-    layer = re.match(r"layers\.(\d+)\.(.*)", module.replace("midlayer.", "layers.0."))
-    if layer is None:
-        return f"model.{module}"
-    if target_layers is None:
-        raise BadPlan(
-            f"vLLM names the draft's {module} by the number of layers of its target, not known",
-            "name the target: --target TARGET",
-        )
-    return f"model.layers.{target_layers + int(layer[1])}.{layer[2]}"
-
-
-def _spell(family: Family, module: str, target_layers: int | None) -> tuple[str, ...]:
-    """Every name by which Quark (the checkpoint's) or vLLM may look for a module."""
-    return (module, *_spell_runtime(family, module, target_layers)) if family.draft else (module,)
-
-
 def _anchor(name: str, excluded: Collection[str], names: Iterable[str]) -> str:
     """The expression for a draft's runtime module, for any layer if all layers exclude it."""
     tail = re.escape(name.removeprefix("model."))
@@ -235,14 +228,15 @@ def _anchor(name: str, excluded: Collection[str], names: Iterable[str]) -> str:
 
 
 def _reads_as(
-    intended: Mapping[str, str], keys: Mapping[str, str], default: str, fused: Fused
+    family: Family, intended: Mapping[str, str], keys: Mapping[str, str], default: str, fused: Fused
 ) -> bool:
     layers = {key: {"scheme": scheme} for key, scheme in keys.items()}
-    config = {
+    written = {
         "exclude": (),
         "global_quant_config": {"scheme": default},
         "layer_quant_config": layers,
     }
+    config = rename_entries(family, written)
     try:
         return all(
             find_layer_config(name, config, fused) == {"scheme": scheme}
