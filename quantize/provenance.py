@@ -10,7 +10,7 @@ from typing import Any
 
 from quantize import __version__
 
-PACKAGES = ("amd-quark", "torch", "safetensors", "transformers", "numpy")
+PACKAGES = ("amd-quark", "numba", "torch", "safetensors", "transformers", "numpy")
 
 
 def versions() -> dict[str, str]:
