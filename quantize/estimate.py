@@ -13,7 +13,7 @@ from quantize.plan import Plan
 MEASURED_ON = "BF16 sources on an AMD EPYC"
 QUANTIZE_RATE = 1e9
 """Bytes of BF16 weights that one core reads, quantizes and writes in a second."""
-PROVE_RATE = 30e6
+PROVE_RATE = 16e6
 """Bytes of BF16 weights that one core proves in a second."""
 COPY_RATE = 330e6
 """Bytes of preserved tensors that one core copies and compares in a second."""
