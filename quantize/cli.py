@@ -29,6 +29,7 @@ from quantize.options import (
     model_options,
     spellings,
 )
+from quantize.publish_options import PUBLISH
 from quantize.view import View
 
 
@@ -148,6 +149,20 @@ def serve(**given: Any) -> None:
     from quantize.serve_verb import serve_verb
 
     serve_verb(View("serve", given), given)
+
+
+@cli.command(cls=Verb)
+@click.argument("out", type=click.Path(path_type=Path))
+@PUBLISH
+@DISPLAY
+def publish(**given: Any) -> None:
+    """Verify an output and put it on the Hugging Face Hub, private unless told otherwise.
+
+    Example: quantize publish ./pair --repo-id ORG/MODEL-MXFP4 --draft-repo-id ORG/DRAFT-FP8
+    """
+    from quantize.publish_verb import publish_verb
+
+    publish_verb(View("publish", given), given)
 
 
 @cli.command(cls=Verb)

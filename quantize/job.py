@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from models.base import Family
-from quantize.card import NOT_SERVED, render_card
-from quantize.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from quantize.card import NOT_SERVED, read_source_card, refresh_card
+from quantize.checkpoint import CONFIG, Checkpoint, fingerprint, open_checkpoint
 from quantize.compute import Compute
 from quantize.engine import Stage, check_disk, write_tensors
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
 from quantize.files import copy_file
 from quantize.head import check_tie
 from quantize.layout import INDEX_NAME, Shard, index_json, lay_out
+from quantize.manifest import MANIFEST, make_manifest
 from quantize.metadata import edit_config
 from quantize.pair import check_pair, redundant_tensors, require_pair, target_layers
 from quantize.plan import Options, Plan, make_plan
@@ -172,19 +173,20 @@ def _pair_report(report: Report, settings: Settings) -> dict[str, Any]:
     }
 
 
-def link_halves(
-    pair: Path, served: str = NOT_SERVED, pictures: Mapping[str, str] | None = None
-) -> None:
-    """Each half's report names the pair's report, its hash, and in a line what was ``served``.
+def link_halves(pair: Path, pictures: Mapping[str, str] | None = None) -> None:
+    """Each half's report names the pair's report and its hash, and repeats what was served.
 
     ``pictures`` of it, captions by file name, are in each half.
     """
-    digest = sha256((pair / PAIR_REPORT).read_bytes()).hexdigest()
+    text = (pair / PAIR_REPORT).read_bytes()
+    digest, served = sha256(text).hexdigest(), json.loads(text)["served"]
     for name in HALVES:
         path = pair / name / REPORT
         data = json.loads(path.read_text(encoding="utf-8"))
         link = {"report": f"../{PAIR_REPORT}", "sha256": digest, "served": served}
-        write_json(path, data | {"pair": link | ({"pictures": pictures} if pictures else {})})
+        link |= {"pictures": pictures} if pictures else {}
+        write_json(path, data | {"pair": link})
+        refresh_card(pair / name, data | {"pair": link})
 
 
 def _complete(
@@ -203,20 +205,29 @@ def _complete(
     report = _prove(job, folder, name, size, settings)
     report = replace(report, checks=(*report.checks, *job.checks))
     _check_unchanged(job.source, before)
-    data = _report(job, report, settings)
+    data = _report(job, report, settings) | {MANIFEST: _manifest(job, shards, folder, settings)}
     write_json(folder / REPORT, data)
-    write_text(folder / "README.md", render_card(data))
+    refresh_card(folder, data)
     return report
 
 
 def _write_metadata(job: Job, shards: tuple[Shard, ...], folder: Path) -> None:
     source = job.source
-    write_json(folder / "config.json", edit_config(source.config, job.plan.quantization_config))
+    write_json(folder / CONFIG, edit_config(source.config, job.plan.quantization_config))
     if len(shards) > 1:
         write_json(folder / INDEX_NAME, index_json(shards, job.plan.stored.values()))
     sizes = source.files.sizes()
     for name in source.side_files:
         copy_file(source.files, name, sizes[name], folder / name)
+
+
+def _manifest(
+    job: Job, shards: tuple[Shard, ...], folder: Path, settings: Settings
+) -> dict[str, dict[str, Any]]:
+    index = (INDEX_NAME,) if len(shards) > 1 else ()
+    names = (CONFIG, *index, *(shard.name for shard in shards), *job.source.side_files)
+    with settings.stage("hash the files", sum(shard.size for shard in shards)) as advance:
+        return make_manifest(folder, names, advance)
 
 
 def _prove(job: Job, folder: Path, name: str, size: int, settings: Settings) -> Report:
@@ -239,7 +250,11 @@ def _check_unchanged(source: Checkpoint, before: Mapping[str, Any]) -> None:
 def _report(job: Job, report: Report, settings: Settings) -> dict[str, Any]:
     return {
         "provenance": {**provenance(settings.command), "engine": settings.compute.name},
-        "source": {"origin": job.source.files.origin, "files": fingerprint(job.source)},
+        "source": {
+            "origin": job.source.files.origin,
+            "files": fingerprint(job.source),
+            "card": read_source_card(job.source.files),
+        },
         "target": job.target.files.origin if job.target else None,
         "options": asdict(job.options),
         "plan": job.plan.to_json(),

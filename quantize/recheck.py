@@ -14,6 +14,7 @@ from quantize.engine import Stage
 from quantize.entry import Entry
 from quantize.errors import BadOutput, ToolError
 from quantize.job import HALVES, PAIR_REPORT, REPORT
+from quantize.manifest import MANIFEST, check_files, require_files
 from quantize.pair import check_pair, redundant_tensors, target_layers
 from quantize.plan import Options, Plan, make_plan, plan_from_json
 from quantize.report import Check, Report
@@ -71,6 +72,7 @@ def _require_folder(folder: Path) -> None:
 def _open_output(folder: Path) -> Checkpoint:
     """An output is always a folder: its path is never taken for a Hub id."""
     _require_folder(folder)
+    require_files(folder, _read_report(folder).get(MANIFEST))
     return open_checkpoint(str(folder))
 
 
@@ -88,7 +90,10 @@ def _verify_one(
     size = sum(entry.source.nbytes for entry in plan.entries)
     with stage(f"verify {folder}", size) as advance:
         report = verify_checkpoint(out, plan, _comparable(plan, source), advance, sample=sample)
-    return replace(report, checks=(_check_plan(recorded, plan, source), *report.checks))
+    stored = sum(spec.nbytes for spec in plan.stored.values())
+    with stage(f"hash {folder}", stored) as advance:
+        files = check_files(folder, recorded.get(MANIFEST), advance)
+    return replace(report, checks=(_check_plan(recorded, plan, source), files, *report.checks))
 
 
 def _comparable(plan: Plan, source: Source | None) -> Source | None:

@@ -13,10 +13,9 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quantize.card import render_card
 from quantize.checkpoint import bring_local, open_checkpoint
 from quantize.errors import BadOutput, ToolError
-from quantize.job import HALVES, PAIR_REPORT, REPORT, link_halves
+from quantize.job import HALVES, PAIR_REPORT, link_halves
 from quantize.provenance import provenance
 from quantize.report import Report, check_table, figure_table
 from quantize.serving.acceptance import CONVENTIONS
@@ -26,7 +25,7 @@ from quantize.serving.outcome import ACCEPTANCE_REPORT, requests_json, to_json
 from quantize.serving.picture import served_pictures, write_pngs
 from quantize.serving.prompts import default_prompts, read_prompts
 from quantize.serving.session import Session, Wishes, prepare, run_session
-from quantize.workdir import write_json, write_text
+from quantize.workdir import write_json
 
 if TYPE_CHECKING:
     from quantize.view import View
@@ -98,29 +97,10 @@ def record_served(pair: Path, served: Mapping[str, Any], folder: Path) -> None:
     details = {"report": str(folder), "sha256": digest}
     report = json.loads(path.read_text(encoding="utf-8"))
     write_json(path, report | {"served": dict(served) | {"details": details}})
-    cards = {half: _card(pair / half) for half in HALVES}
     pictures = served_pictures(served)
     for half in HALVES:
         write_pngs(pair / half, pictures)
-    link_halves(pair, _served_line(served), {f"{each.name}.png": each.caption for each in pictures})
-    for half, (before, text) in cards.items():
-        if text == before:  # edited by nobody: it is still what we wrote
-            data = json.loads((pair / half / REPORT).read_text(encoding="utf-8"))
-            write_text(pair / half / "README.md", render_card(data))
-
-
-def _served_line(served: Mapping[str, Any]) -> str:
-    """The candidate's acceptance in one line, for a card."""
-    candidate = next(iter(served["cells"].values()))
-    k, prompts = served["settings"]["num_speculative_tokens"], served["prompts"]["count"]
-    said = f"pooled acceptance length {Interval(**candidate['length'])}, k = {k}, {prompts} prompts"
-    return said if served["ok"] else f"{said}; a check failed or was undecided"
-
-
-def _card(half: Path) -> tuple[str, str]:
-    """The card that the half's report gives, and the one that is there."""
-    data = json.loads((half / REPORT).read_text(encoding="utf-8"))
-    return render_card(data), (half / "README.md").read_text(encoding="utf-8")
+    link_halves(pair, {f"{each.name}.png": each.caption for each in pictures})
 
 
 def _wishes(view: View, given: Mapping[str, Any]) -> Wishes:

@@ -135,7 +135,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON as `write_text` does."""
-    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(data))
+
+
+def json_text(data: Any) -> str:
+    """JSON as our files hold it."""
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
 def finish(partial: Path, out: Path) -> None:

@@ -183,14 +183,15 @@ def test_pair_records_a_session(
         if check.name == "link"
     ]
     assert link.status == "pass"
-    card = (out / "target" / "README.md").read_text()
-    assert "pooled acceptance length 1." in card
-    pictures = re.findall(r"!\[.+\]\((\S+)\)", card)
-    assert pictures == ["acceptance.png", "domains.png"]
+    length = f"{served['cells']['target+draft']['length']['value']:.3f}"
     for half in ("target", "draft"):
+        card = (out / half / "README.md").read_text()
+        assert f"| target+draft | {length} [" in card
+        pictures = re.findall(r"!\[.+\]\((\S+)\)", card)
+        assert pictures == ["acceptance.png", "domains.png"]
         for name in pictures:
             assert (out / half / name).read_bytes().startswith(b"\x89PNG")
-    assert (out / "draft" / "README.md").read_text() == mine
+    assert (out / "draft" / "README.md").read_text().endswith(mine)
 
 
 def test_poisoned_draft_is_a_wiring_fault_on_a_running_server(
