@@ -19,6 +19,7 @@ CARD = "README.md"
 NOT_SERVED = "not measured"
 FROM_SOURCE = ("license", "license_name", "license_link", "pipeline_tag", "language")
 """Keys of the source's own card that hold for what is made from it."""
+BASE = ("base_model", "base_model_relation")
 SCHEME_TAGS = {"mxfp4": "mxfp4", "fp8_rowwise": "fp8"}
 LARGEST_CARD = 1 << 20
 
@@ -36,12 +37,13 @@ def render_card(report: Mapping[str, Any], before: str = "") -> str:
 
     # A card without front matter is warned about, and is what a person may have begun with.
     old = ModelCard(before if before.lstrip().startswith("---") else f"---\n{{}}\n---\n{before}")
-    theirs = _metadata(old)
-    ours = front_matter(report)
-    ours["tags"] = list(dict.fromkeys([*ours["tags"], *(theirs.get("tags") or ())]))
-    data = ModelCardData(**(theirs | ours))
+    theirs, ours = _metadata(old), front_matter(report)
+    # The base model is told while publishing; whatever else differs from ours, a person changed.
+    both = {**ours, **theirs, **{key: ours[key] for key in BASE if key in ours}}
+    both["tags"] = list(dict.fromkeys([*ours["tags"], *(theirs.get("tags") or ())]))
+    data = ModelCardData(**both)
     text = f"---\n{data.to_yaml(original_order=[*ours])}\n---\n{_body(report, old.text)}"
-    if _metadata(ModelCard(text)) != theirs | ours:
+    if _metadata(ModelCard(text)) != both:
         raise ValueError("the card's front matter is not read as it was written")
     return text
 
