@@ -30,6 +30,7 @@ from quantize.options import (
     spellings,
 )
 from quantize.publish_options import PUBLISH
+from quantize.verify_options import BASELINE
 from quantize.view import View
 
 
@@ -96,13 +97,14 @@ def pair(**given: Any) -> None:
 @click.option("--sample", is_flag=True, help="SQNR of 32 rows of each weight; every byte as ever.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the checks as JUnit XML.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write the report as one HTML file.")
+@BASELINE
 @DISPLAY
 def verify(**given: Any) -> None:
     """Prove an output: every byte, every name, and the pair where both halves are given.
 
     Example: quantize verify ./pair --source ./model --draft-source ./draft
     """
-    from quantize.verbs import verify_verb
+    from quantize.verify_verb import verify_verb
 
     verify_verb(View("verify", given), given)
 

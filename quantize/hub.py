@@ -11,13 +11,14 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantize.errors import ToolError
+from quantize.errors import BadOutput, ToolError
 from quantize.files import Files, LocalFiles
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from quantize.checkpoint import Checkpoint
+    from quantize.engine import Stage
 
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
 
@@ -124,6 +125,24 @@ def download(checkpoint: Checkpoint) -> Path:
         # Records in the cache what the revision's name means, for HF_HUB_OFFLINE.
         HfApi().resolve_revision(files.repo_id, revision=files.revision)
         return Path(snapshot_download(files.repo_id, revision=files.commit, allow_patterns=wanted))
+
+
+def fetch_output(out: Path, stage: Stage) -> Path:
+    """The folder of ``ORG/NAME[@REVISION]`` in the Hub cache, complete: an output to verify.
+
+    A path whose first folder is here is a slip of the pen, and is never looked for on the Hub.
+    """
+    if not is_hub_id(str(out)) or out.parent.exists():
+        raise BadOutput(
+            f"{out}: the folder does not exist, expected an output of quantize run or pair, or "
+            "the Hub id of one",
+            "write it again with quantize run or quantize pair",
+        )
+    from huggingface_hub import snapshot_download
+
+    repo_id, _, revision = str(out).partition("@")
+    with _explained(repo_id, revision or None), stage(f"download {out}", 0):
+        return Path(snapshot_download(repo_id, revision=revision or None))
 
 
 def _fetch(files: HubFiles, name: str, start: int, size: int) -> bytes:

@@ -157,6 +157,21 @@ def figure_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, .
     return table
 
 
+def summary(title: str, reports: Mapping[str, Report]) -> str:
+    """The checks as Markdown for a job's page: what is not passed first, then every check."""
+    marks = {"pass": "✅", "fail": "❌", "not_measured": "⚪"}
+    rows = [(name, check) for name, report in reports.items() for check in report.checks]
+    rows.sort(key=lambda row: row[1].status == "pass")
+    failed = sum(check.status == "fail" for _, check in rows)
+    lines = [f"### {title}: {f'{failed} checks failed' if failed else 'no check failed'}", ""]
+    lines += ["| | part | check | measured | required | detail |", "|---|---|---|---|---|---|"]
+    for name, check in rows:
+        words = (name, check.name, check.measured, check.required, check.detail)
+        cells = (word.replace("|", "\\|").replace("\n", " ") for word in words)
+        lines.append(f"| {marks[check.status]} {check.status} | {' | '.join(cells)} |")
+    return "\n".join((*lines, "", ""))
+
+
 def junit_xml(reports: Mapping[str, Report], *, allow_unmeasured: bool) -> str:
     """The checks in JUnit's XML: a failed one is a failure, one not measured an error.
 

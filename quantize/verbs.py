@@ -29,8 +29,7 @@ from quantize.job import (
 )
 from quantize.patterns import resolve_scheme
 from quantize.plan import Options
-from quantize.recheck import verify_output
-from quantize.report import Report, check_table, junit_xml, plan_table, tensor_table
+from quantize.report import Report, check_table, plan_table, tensor_table
 from quantize.share import quantized_share
 from quantize.view import View
 
@@ -151,43 +150,6 @@ def _show_pair(view: View, jobs: Iterable[Job], reports: Mapping[str, Report], o
         for option, job in zip(("source", "draft-source"), jobs, strict=True)
     )
     view.show(f"next: quantize verify {quote(str(out))} {sources}")
-
-
-def verify_verb(view: View, given: dict[str, Any]) -> None:
-    """``quantize verify``: exit 1 when a check failed, or could not be made and was not excused."""
-    allow = given["allow_unmeasured"]
-    reports = verify_output(
-        given["out"],
-        given["source"],
-        given["draft"],
-        given["draft_source"],
-        view.stage,
-        ignore_index=given["ignore_index"],
-        sample=given["sample"],
-    )
-    if given["junit"]:
-        given["junit"].write_text(junit_xml(reports, allow_unmeasured=allow), encoding="utf-8")
-    if given["html"]:
-        from quantize.serving.page import write_page
-
-        write_page(given["html"], given["out"], given["draft"], reports)
-    failed = [check for report in reports.values() for check in report.failed]
-    unmeasured = [check for report in reports.values() for check in report.unmeasured]
-    view.show(*(check_table(name, report) for name, report in reports.items()))
-    view.show(*(tensor_table(report) for report in reports.values() if report.tensors))
-    if failed:
-        view.show(f"{len(failed)} checks failed")
-    if unmeasured:
-        view.show(f"{len(unmeasured)} checks not measured; hint: give --source and --draft-source")
-    view.result(
-        not failed and (allow or not unmeasured),
-        lambda: {
-            "source": given["source"],
-            "output": str(given["out"]),
-            "checks": {name: report.to_json()["checks"] for name, report in reports.items()},
-            "tensors": {name: report.to_json()["tensors"] for name, report in reports.items()},
-        },
-    )
 
 
 def _given(given: dict[str, Any], name: str) -> str:
