@@ -183,27 +183,31 @@ def bring_local(checkpoint: Checkpoint, *, ignore_index: bool = False) -> Checkp
 
 
 def fingerprint(checkpoint: Checkpoint) -> dict[str, dict[str, int | str]]:
-    """Size, mtime (ns) and header hash of every source file, as JSON values.
+    """Size, header hash, and mtime (ns) or commit of every source file, as JSON values.
 
-    Equal fingerprints mean the same source to a resumed run. Only for a local checkpoint; a file
-    that has gone since it was opened is a `BadCheckpoint`.
+    Equal fingerprints mean the same source to a resumed run. A local file that has gone since it
+    was opened is a `BadCheckpoint`.
     """
-    if checkpoint.path is None:
-        raise ValueError(f"{checkpoint.files.origin} is not on this machine")
     marks: dict[str, dict[str, int | str]] = {}
     for name in checkpoint.source_files:
-        try:
-            stat = (checkpoint.path / name).stat()
-        except OSError as error:
-            raise BadCheckpoint(
-                f"{checkpoint.path / name}: was there, and can no longer be found "
-                f"({error.strerror})",
-                fetch_again(checkpoint.files, name),
-            ) from error
-        marks[name] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        marks[name] = _mark(checkpoint, name)
         if name in checkpoint.headers:
             marks[name]["header_sha256"] = checkpoint.headers[name]
     return marks
+
+
+def _mark(checkpoint: Checkpoint, name: str) -> dict[str, int | str]:
+    if checkpoint.path is None:
+        commit = checkpoint.files.origin.rpartition("@")[2]
+        return {"size": checkpoint.files.sizes()[name], "commit": commit}
+    try:
+        stat = (checkpoint.path / name).stat()
+    except OSError as error:
+        raise BadCheckpoint(
+            f"{checkpoint.path / name}: was there, and can no longer be found ({error.strerror})",
+            fetch_again(checkpoint.files, name),
+        ) from error
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def _find(model: str, revision: str | None) -> Files:

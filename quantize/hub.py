@@ -27,13 +27,14 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
 class HubFiles:
     """A model repository at the commit that ``revision`` (None: the default branch) meant.
 
-    Every read is one HTTP range request.
+    Every read is one HTTP range request. ``hashes`` has the SHA-256 of the large files.
     """
 
     repo_id: str
     revision: str | None
     commit: str
     tree: Mapping[str, int]
+    hashes: Mapping[str, str]
 
     @property
     def origin(self) -> str:
@@ -107,7 +108,8 @@ def find_on_hub(model: str, revision: str | None) -> Files:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout)
     tree = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     root = {name: tree[name] for name in sorted(tree) if "/" not in name}
-    return HubFiles(info.id, revision, str(info.sha), root)
+    hashes = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs}
+    return HubFiles(info.id, revision, str(info.sha), root, hashes)
 
 
 def download(checkpoint: Checkpoint) -> Path:
@@ -125,6 +127,27 @@ def download(checkpoint: Checkpoint) -> Path:
         # Records in the cache what the revision's name means, for HF_HUB_OFFLINE.
         HfApi().resolve_revision(files.repo_id, revision=files.revision)
         return Path(snapshot_download(files.repo_id, revision=files.commit, allow_patterns=wanted))
+
+
+def download_file(files: HubFiles, name: str, folder: Path) -> Path:
+    """One file into ``folder``; what an earlier try brought of it is not fetched again."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()  # the run has a bar of its own
+    try:
+        with _explained(files.repo_id, files.commit):
+            return Path(
+                hf_hub_download(files.repo_id, name, revision=files.commit, local_dir=folder)
+            )
+    finally:
+        if shown:
+            enable_progress_bars()
 
 
 def fetch_output(out: Path, stage: Stage) -> Path:

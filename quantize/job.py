@@ -22,13 +22,23 @@ from quantize.manifest import MANIFEST, make_manifest
 from quantize.metadata import edit_config
 from quantize.pair import check_pair, redundant_tensors, require_pair, target_layers
 from quantize.plan import Options, Plan, make_plan
+from quantize.prove import Findings
 from quantize.provenance import provenance
 from quantize.report import Check, Report
 from quantize.roles import find_family
 from quantize.serving.serve import pair_script
 from quantize.source import Source, naming, read_through
+from quantize.stream import open_window, write_and_prove
 from quantize.verify import verify_checkpoint
-from quantize.workdir import check_out, finish, open_journal, open_partial, write_json, write_text
+from quantize.workdir import (
+    STATE,
+    check_out,
+    finish,
+    open_journal,
+    open_partial,
+    write_json,
+    write_text,
+)
 
 REPORT = "quantization_report.json"
 PAIR_REPORT = "report.json"
@@ -193,22 +203,36 @@ def _complete(
     job: Job, shards: tuple[Shard, ...], folder: Path, name: str, settings: Settings
 ) -> Report:
     """Write all files of one checkpoint and prove them."""
-    journal_folder = folder if name == "checkpoint" else folder.parent
+    state = (folder if name == "checkpoint" else folder.parent) / STATE
     before = fingerprint(job.source)
-    size = sum(entry.source.nbytes for entry in job.plan.entries)
-    with (
-        open_journal(journal_folder, name) as journal,
-        settings.stage(f"quantize {name}", size) as advance,
-    ):
-        write_tensors(job.source, job.plan, shards, folder, journal, settings.compute, advance)
     _write_metadata(job, shards, folder)
-    report = _prove(job, folder, name, size, settings)
+    found = _write(job, shards, folder, name, state, settings)
+    report = _prove(job, folder, name, found, settings)
     report = replace(report, checks=(*report.checks, *job.checks))
     _check_unchanged(job.source, before)
     data = _report(job, report, settings) | {MANIFEST: _manifest(job, shards, folder, settings)}
     write_json(folder / REPORT, data)
     refresh_card(folder, data)
     return report
+
+
+def _write(
+    job: Job, shards: tuple[Shard, ...], folder: Path, name: str, state: Path, settings: Settings
+) -> Findings | None:
+    """Write every tensor; of a source on the Hub also the proof, which cannot be made later."""
+    size = sum(entry.source.nbytes for entry in job.plan.entries)
+    proofs = state / f"{name}.proofs" if settings.verify else None
+    with (
+        open_journal(state.parent, name) as journal,
+        settings.stage(f"quantize {name}", size) as advance,
+    ):
+        if job.source.path is not None:
+            write_tensors(job.source, job.plan, shards, folder, journal, settings.compute, advance)
+            return None
+        with open_window(job.source, state / f"{name}.source") as source:
+            return write_and_prove(
+                source, job.plan, shards, folder, journal, proofs, settings.compute, advance
+            )
 
 
 def _write_metadata(job: Job, shards: tuple[Shard, ...], folder: Path) -> None:
@@ -230,11 +254,13 @@ def _manifest(
         return make_manifest(folder, names, advance)
 
 
-def _prove(job: Job, folder: Path, name: str, size: int, settings: Settings) -> Report:
+def _prove(job: Job, folder: Path, name: str, found: Findings | None, settings: Settings) -> Report:
     if not settings.verify:
         return Report((Check("verify", "not_measured", "--no-verify", "every check passes"),))
+    size = sum(entry.source.nbytes for entry in job.plan.entries)
     with settings.stage(f"verify {name}", size) as advance:
-        return verify_checkpoint(open_checkpoint(str(folder)), job.plan, job.source, advance)
+        out = open_checkpoint(str(folder))
+        return verify_checkpoint(out, job.plan, job.source, advance, found)
 
 
 def _check_unchanged(source: Checkpoint, before: Mapping[str, Any]) -> None:

@@ -144,6 +144,7 @@ WORK = apply(
         help="What quantizes: our kernels, or AMD Quark itself. The bytes are the same.",
     ),
     click.option("--max-shard-size", type=Size(), default="5GB", show_default=True),
+    click.option("--keep-source", is_flag=True, help="Keep a source on the Hub in the Hub cache."),
     click.option("--no-verify", is_flag=True, help="Skip the proof; recorded as not_measured."),
     RESTART,
     click.option("--file2file_quantization", is_flag=True, hidden=True, expose_value=False),

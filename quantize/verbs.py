@@ -186,8 +186,8 @@ def _refuse_target(given: Mapping[str, Any], model: Checkpoint) -> None:
 
 
 def _local(view: View, checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint with its weights on this machine: downloaded when it is on the Hub."""
-    if checkpoint.path is not None:
+    """The checkpoint as it is read: one on the Hub in passing, or downloaded and kept if asked."""
+    if checkpoint.path is not None or not (given["keep_source"] or given.get("accept")):
         return checkpoint
     with view.stage(f"download {checkpoint.files.origin}", 0):
         return bring_local(checkpoint, ignore_index=given["ignore_index"])

@@ -33,22 +33,25 @@ def verify_checkpoint(
     plan: Plan,
     source: Source | None,
     advance: Callable[[int], None],
+    found: Findings | None = None,
     *,
     sample: bool = False,
 ) -> Report:
     """Every check of one checkpoint; what needs the source is not_measured without it.
 
-    With ``sample`` SQNR is measured on some rows of each weight.
+    ``found`` is what a pass over the tensors has found already, while they were written. With
+    ``sample`` SQNR is measured on some rows of each weight.
     """
     headers = _check_headers(out, plan)
     checks = [headers, _check_config(out, plan, source), *_check_names(out, plan)]
     if headers.status == "fail":
         return Report((*checks, *_unread()))
-    found = Findings()
-    for entry in plan.entries:
-        if entry.stored:
-            prove_entry(out, entry, source, found, sample=sample)
-        advance(entry.source.nbytes)
+    if found is None:
+        found = Findings()
+        for entry in plan.entries:
+            if entry.stored:
+                prove_entry(out, entry, source, found, sample=sample)
+            advance(entry.source.nbytes)
     proofs = tuple(sorted(found.proofs, key=lambda proof: proof.sqnr_db))
     return Report((*checks, *_judge(plan, found, source is not None, sample)), proofs)
 

@@ -143,6 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         body = b"" if self.command == "HEAD" else data
+        if body and name in self.hub.damaged_once:
+            self.hub.damaged_once.remove(name)
+            body = body[:-1] + bytes((body[-1] ^ 1,))
         if name in self.hub.cut_once:
             self.hub.cut_once.remove(name)
             body, self.close_connection = body[: len(body) // 2], True
@@ -155,10 +158,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _info(repo: Repo, oid: str) -> dict[str, Any]:
-    siblings = [
-        {"rfilename": name, "size": len(blob.data), "blobId": blob.oid}
-        for name, blob in repo.tree(oid).items()
-    ]
+    siblings: list[dict[str, Any]] = []
+    for name, blob in repo.tree(oid).items():
+        entry = _tree_entry(name, blob)
+        siblings.append({"rfilename": name, "size": entry["size"], "blobId": entry["oid"]})
+        if blob.large:
+            siblings[-1]["lfs"] = {"sha256": blob.sha256, **entry["lfs"]}
     return {
         "_id": "1",
         "id": repo.repo_id,

@@ -65,6 +65,12 @@ class Repo:
     def __post_init__(self) -> None:
         self.commit("main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n")}, "initial")
 
+    def put_folder(self, folder: Path) -> str:
+        """Make the main branch hold a folder's files; weights are large objects."""
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        tree = {path.name: Blob(path.read_bytes(), path.suffix == ".safetensors") for path in files}
+        return self.commit("main", tree, "put")
+
     def commit(self, ref: str, tree: Tree, summary: str) -> str:
         """Put a ref on a new commit."""
         text = f"{self.refs.get(ref)} {summary} {sorted((n, b.sha256) for n, b in tree.items())}"
@@ -125,6 +131,7 @@ class Hub:
     multipart: int = 0
     honours_ranges: bool = True
     cut_once: set[str] = field(default_factory=set)
+    damaged_once: set[str] = field(default_factory=set)
     faults: dict[str, list[int | str | Callable[[], None]]] = field(default_factory=dict)
     sent: list[tuple[str, str, int]] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)

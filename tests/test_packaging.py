@@ -16,7 +16,16 @@ ROOT = Path(__file__).parents[1]
 LIGHT = ("click", "rich", "pyyaml", "numpy", "safetensors", "huggingface-hub")
 """What ``plan`` needs: none of torch, transformers, amd-quark."""
 OURS = ("quantize", "schemes", "models")
-COMMAND_LINE = ("cli", "options", "verbs", "view", "report")
+COMMAND_LINE = (
+    "cli",
+    "options",
+    "publish_options",
+    "verify_options",
+    "verbs",
+    "publish_verb",
+    "view",
+    "report",
+)
 """The files that talk to the user."""
 
 
