@@ -157,8 +157,8 @@ def read_proofs(path: Path) -> dict[str, Findings]:
     found = {}
     for line in complete.splitlines():
         item = json.loads(line)
-        proofs = [TensorProof(**proof) for proof in item["proofs"]]
-        found[item.pop("name")] = Findings(**item | {"proofs": proofs})
+        name, proofs = item.pop("name"), [TensorProof(**proof) for proof in item["proofs"]]
+        found[name] = Findings(**item | {"proofs": proofs})
     return found
 
 
