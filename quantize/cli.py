@@ -22,6 +22,8 @@ from quantize.options import (
     PAIR,
     RESTART,
     SERVE,
+    SHOW,
+    STEPS,
     WORK,
     Verb,
     apply,
@@ -165,6 +167,38 @@ def publish(**given: Any) -> None:
     from quantize.publish_verb import publish_verb
 
     publish_verb(View("publish", given), given)
+
+
+@cli.command(cls=Verb)
+@click.argument(
+    "recipe_file", metavar="RECIPE", type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option("--until", type=click.Choice(STEPS), default=STEPS[-1], show_default=True)
+@click.option("--yes", is_flag=True, help="Do not ask before publishing.")
+@click.option("--print", "print_only", is_flag=True, help="Print the commands; run nothing.")
+@SHOW
+def release(**given: Any) -> None:
+    """Run a whole release from one YAML file: plan, pair, verify, accept and publish.
+
+    Example: quantize release recipes/kimi-k2.5.yaml --until verify
+    """
+    from quantize.release_verb import release_verb
+
+    release_verb(View("release", given), given)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes a shell complete this command's words.
+
+    Example: eval "$(quantize completion bash)"
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    print(found(cli, {}, "quantize", "_QUANTIZE_COMPLETE").source())
 
 
 @cli.command(cls=Verb)

@@ -15,6 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 MANY_VALUES = ("--exclude-layers", "--draft-exclude-layers")
+STEPS = ("plan", "pair", "verify", "accept", "publish")
+"""Of a release, in this order; a release's file has each verb's options under these keys."""
 
 
 def spellings(*names: str) -> tuple[str, ...]:
@@ -150,6 +152,10 @@ WORK = apply(
     click.option("--file2file_quantization", is_flag=True, hidden=True, expose_value=False),
     click.option(*spellings("--trust-remote-code"), is_flag=True, hidden=True, expose_value=False),
 )
+SHOW = apply(
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    click.option("--quiet", is_flag=True, help="No progress and no tables."),
+)
 DISPLAY = apply(
     click.option(
         "--recipe",
@@ -159,8 +165,7 @@ DISPLAY = apply(
         callback=read_recipe,
         help="YAML file that sets options.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
-    click.option("--quiet", is_flag=True, help="No progress and no tables."),
+    SHOW,
 )
 
 
