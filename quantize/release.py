@@ -90,6 +90,7 @@ def step_words(recipe: Recipe, step: str, *, yes: bool) -> Words | None:
 PLAN_OPTIONS = (
     *("scheme", "exclude_layers", "layer_scheme", "draft_scheme", "draft_exclude_layers"),
     *("draft_layer_scheme", "allow_unmatched", "cast_weights", "cast_head", "ignore_index"),
+    "fused_rows",
 )
 """Options of ``pair`` that ``plan`` has too."""
 
