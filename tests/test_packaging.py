@@ -17,14 +17,8 @@ LIGHT = ("click", "rich", "pyyaml", "numpy", "safetensors", "huggingface-hub")
 """What ``plan`` needs: none of torch, transformers, amd-quark."""
 OURS = ("quantize", "schemes", "models")
 COMMAND_LINE = (
-    "cli",
-    "options",
-    "publish_options",
-    "verify_options",
-    "verbs",
-    "publish_verb",
-    "view",
-    "report",
+    *("cli", "options", "publish_options", "verify_options", "quantities", "recipe"),
+    *("verbs", "publish_verb", "view", "report"),
 )
 """The files that talk to the user."""
 
