@@ -30,7 +30,7 @@ from tiny import random as gaussian
 
 from quantize.checkpoint import open_checkpoint
 from quantize.cli import main
-from quantize.errors import BadCheckpoint, BadOutput
+from quantize.errors import BadOutput
 from quantize.job import prepare_target, run_one
 from quantize.plan import Options
 from quantize.recheck import verify_output
@@ -361,7 +361,7 @@ def test_dropped_shard(sharded: Made, tmp_path: Path) -> None:
     made = sharded.copy(tmp_path)
     shards = sorted(made.out.glob("*.safetensors"))
     shards[1].unlink()
-    with pytest.raises(BadCheckpoint, match=shards[1].name):
+    with pytest.raises(BadOutput, match=f"{shards[1].name} missing, listed by"):
         made.verify()
 
 
@@ -376,6 +376,7 @@ def test_dropped_shard_and_index_to_match(sharded: Made, tmp_path: Path) -> None
             del index["weight_map"][name]
 
     edit_json(made.out / "model.safetensors.index.json", forget)
+    edit_json(made.out / "quantization_report.json", lambda report: report["files"].pop(shard.name))
     failed = expect_failure(made, "headers")
     assert min(lost) in failed["headers"].detail
 
@@ -656,7 +657,7 @@ def test_without_a_source(verify: Any, fp8: Made) -> None:
     found = statuses(data, "checkpoint")
     assert {name for name, status in found.items() if status == "not_measured"} == NEED_SOURCE
     assert {name for name, status in found.items() if status == "pass"} == {
-        *("headers", "vLLM names", "finite", "scales")
+        *("files", "headers", "vLLM names", "finite", "scales")
     }
     assert "--source" in done.err
     excused = verify(fp8.out, "--json", "--allow-unmeasured")
@@ -739,17 +740,16 @@ def test_junit_tells_failed_from_not_measured(
     assert cases == {
         **{name: [other] for name in NEED_SOURCE},
         **{name: [] for name in ("headers", "vLLM names", "finite")},
-        "scales": ["failure"],
+        **{name: ["failure"] for name in ("files", "scales")},
     }
     counts = {name: int(suite.get(name, "")) for name in ("tests", "failures", "errors", "skipped")}
     assert counts == {
         "tests": len(cases),
-        "failures": 1,
+        "failures": 2,
         "errors": 0 if allow else len(NEED_SOURCE),
         "skipped": len(NEED_SOURCE) if allow else 0,
     }
-    failure = suite.find("testcase/failure")
-    assert failure is not None
+    (failure,) = suite.findall("testcase[@name='scales']/failure")
     assert f"{UP}_scale" in f"{failure.get('message')} {failure.text}"
 
 
