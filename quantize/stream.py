@@ -139,7 +139,7 @@ def _prove(
     new = [entry for entry in entries if entry.stored and entry.source.name not in found]
     for entry in new:
         found[entry.source.name] = Findings()
-        prove_entry(out, entry, source, found[entry.source.name])
+        prove_entry(out, entry, source, found[entry.source.name], sample=False)
     names = (entry.source.name for entry in new)
     lines = (json.dumps({"name": name, **asdict(found[name])}) + "\n" for name in names)
     with proofs.open("a", encoding="utf-8") as file:
@@ -168,6 +168,7 @@ def merge(parts: Iterable[Findings]) -> Findings:
     for part in parts:
         for name in ("changed", "quantized", "scales", "finite", "proofs"):
             getattr(whole, name).extend(getattr(part, name))
-        whole.preserved_bytes += part.preserved_bytes
-        whole.quantized_bytes += part.quantized_bytes
+        for name in ("preserved_bytes", "quantized_bytes", "sampled_rows"):
+            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.float32_db = max(whole.float32_db, part.float32_db)
     return whole
