@@ -162,14 +162,14 @@ def test_help_and_plan_import_nothing_heavy(folder: Path, arguments: list[str]) 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "fp8_rowwise"])
 def test_quantizing_imports_neither_torch_nor_quark(folder: Path, scheme: str) -> None:
-    """Their import takes longer than quantizing a small model."""
+    """Their import takes longer than quantizing a small model; the card needs huggingface_hub."""
     out = str(folder / f"out-{scheme}")
     script = (
         f"import sys\nsys.argv = ['quantize', 'run', {str(folder / 'target')!r}, '-o', {out!r}, "
         f"'--scheme', {scheme!r}, '--no-verify', '--device', 'cpu']\n"
         "from quantize.cli import main\n"
         "try:\n    main()\nexcept SystemExit as done:\n    code = done.code\n"
-        f"print([name for name in {HEAVY} if name in sys.modules], code, file=sys.stderr)"
+        f"print([name for name in {HEAVY[:4]} if name in sys.modules], code, file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
