@@ -9,8 +9,9 @@ from quantize.checkpoint import open_checkpoint
 from quantize.compute import choose_compute
 from quantize.demo import build_target, draft_path
 from quantize.engine import load_engine
-from quantize.job import PairOptions, Settings, prepare_draft, prepare_target, run_pair
+from quantize.job import Settings, run_pair
 from quantize.plan import Options
+from quantize.prepare import PairOptions, prepare_draft, prepare_target
 from quantize.recheck import verify_output
 from quantize.report import Check, Report, check_table, plan_table
 from quantize.view import View

@@ -1,4 +1,4 @@
-"""`run` and `pair`: from sources to complete, verified folders."""
+"""`run` and `pair`: from jobs that `quantize.prepare` made to complete, verified folders."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from models.base import Family
 from quantize.card import NOT_SERVED, read_source_card, refresh_card
 from quantize.checkpoint import CONFIG, Checkpoint, fingerprint, open_checkpoint
 from quantize.compute import Compute
 from quantize.engine import Stage, check_disk, write_tensors
-from quantize.errors import BadCheckpoint, BadOutput, BadPlan
+from quantize.errors import BadCheckpoint, BadOutput
 from quantize.files import copy_file
-from quantize.head import check_tie
 from quantize.layout import INDEX_NAME, Shard, index_json, lay_out
 from quantize.manifest import MANIFEST, make_manifest
 from quantize.metadata import edit_config
-from quantize.pair import check_pair, redundant_tensors, require_pair, target_layers
-from quantize.plan import Options, Plan, make_plan
+from quantize.pair import check_pair
+from quantize.plan import Plan
+from quantize.prepare import Job
 from quantize.prove import Findings
 from quantize.provenance import provenance
 from quantize.report import Check, Report
-from quantize.roles import find_family
 from quantize.serving.serve import pair_script
-from quantize.source import Source, naming, read_through
 from quantize.stream import open_window, write_and_prove
 from quantize.verify import verify_checkpoint
 from quantize.workdir import (
@@ -56,71 +53,6 @@ class Settings:
     compute: Compute = ONE_THREAD
     verify: bool = True
     restart: bool = False
-
-
-@dataclass(frozen=True)
-class PairOptions:
-    """What the user asked about the pair's shared tensors."""
-
-    dedupe_head: bool = True
-    require_shared_head: bool = False
-
-
-@dataclass(frozen=True)
-class Job:
-    """One checkpoint to write. ``target`` is the draft's; ``checks`` were made before it."""
-
-    source: Source
-    plan: Plan
-    options: Options
-    target: Checkpoint | None = None
-    checks: tuple[Check, ...] = ()
-
-
-def prepare_target(source: Checkpoint, options: Options, *, compare: bool = True) -> Job:
-    """Check and plan a target. ``compare`` reads weights where a check needs them."""
-    source = read_through(source, options.fused_rows)
-    with naming(source):
-        family = _family(source, draft=False)
-        tie = check_tie(family, source, compare=compare)
-        plan = make_plan(
-            source.specs, source.config, options, weights=source.weights, unused=source.unused
-        )
-        return Job(source, plan, options, checks=(tie,))
-
-
-def prepare_draft(
-    source: Checkpoint,
-    target: Checkpoint,
-    options: Options,
-    wishes: PairOptions,
-    *,
-    compare: bool = True,
-) -> Job:
-    """Check a draft against its target and plan it; a plan alone does not ``compare`` weights."""
-    source, target = read_through(source, options.fused_rows), read_through(target)
-    with naming(source):
-        _family(source, draft=True)
-        checks = check_pair(
-            target, source, compare=compare, require_shared=wishes.require_shared_head
-        )
-        require_pair(checks)
-        plan = make_plan(
-            source.specs,
-            source.config,
-            options,
-            target_layers=target_layers(target),
-            dropped=redundant_tensors(target, source, dedupe=compare and wishes.dedupe_head),
-            weights=source.weights,
-            unused=source.unused,
-        )
-    return Job(source, plan, options, target, checks)
-
-
-def is_draft(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is an EAGLE-3 draft."""
-    with naming(checkpoint):
-        return find_family(checkpoint.specs, checkpoint.config).draft
 
 
 def check_place(out: Path, jobs: Iterable[Job]) -> None:
@@ -318,18 +250,3 @@ def _identity(job: Job, settings: Settings) -> dict[str, Any]:
 
 def _folders(job: Job) -> list[Path]:
     return [found.path for found in (job.source, job.target) if found and found.path]
-
-
-def _family(source: Checkpoint, *, draft: bool) -> Family:
-    family = find_family(source.specs, source.config)
-    if family.draft == draft:
-        return family
-    if draft:
-        raise BadPlan(
-            f"{source.files.origin} is not a draft (architecture {source.config['architectures']})",
-            "give the target first and the draft second",
-        )
-    raise BadPlan(
-        f"{source.files.origin} is an EAGLE-3 draft, expected a target model",
-        "quantize a draft with --target TARGET, or both: quantize pair TARGET DRAFT -o OUT",
-    )

@@ -15,20 +15,10 @@ from quantize.compute import choose_compute
 from quantize.engine import load_engine
 from quantize.errors import ToolError
 from quantize.estimate import estimate, estimate_lines
-from quantize.job import (
-    HALVES,
-    Job,
-    PairOptions,
-    Settings,
-    check_place,
-    is_draft,
-    prepare_draft,
-    prepare_target,
-    run_one,
-    run_pair,
-)
+from quantize.job import HALVES, Settings, check_place, run_one, run_pair
 from quantize.patterns import resolve_scheme
 from quantize.plan import Options
+from quantize.prepare import Job, PairOptions, is_draft, prepare_draft, prepare_target
 from quantize.report import Report, check_table, plan_table, tensor_table
 from quantize.share import quantized_share
 from quantize.view import View

@@ -12,16 +12,9 @@ from typing import Any
 
 from quantize.checkpoint import open_checkpoint
 from quantize.engine import Advance
-from quantize.job import (
-    Job,
-    PairOptions,
-    Settings,
-    prepare_draft,
-    prepare_target,
-    run_one,
-    run_pair,
-)
+from quantize.job import Settings, run_one, run_pair
 from quantize.plan import Options
+from quantize.prepare import Job, PairOptions, prepare_draft, prepare_target
 from quantize.report import Report
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+:\d]*")

@@ -28,7 +28,8 @@ from quantize import checkpoint
 from quantize.checkpoint import Checkpoint
 from quantize.compute import Compute
 from quantize.errors import BadCheckpoint, BadOutput, BadPlan
-from quantize.job import Job, run_one
+from quantize.job import run_one
+from quantize.prepare import Job
 from schemes import find_scheme
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from runs import pair, run, silent
 from tiny import write_draft, write_llama
 
 from quantize.errors import BadOutput, ToolError
-from quantize.job import check_place, prepare_target
+from quantize.job import check_place
+from quantize.prepare import prepare_target
 from quantize.recheck import verify_output
 
 COMMAND = [sys.executable, "-m", "quantize.cli"]

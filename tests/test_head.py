@@ -13,8 +13,8 @@ from tiny import Tensors, llama_config, llama_tensors, random, write
 
 from quantize.checkpoint import Checkpoint, open_checkpoint
 from quantize.errors import BadPlan
-from quantize.job import prepare_target
 from quantize.plan import Options, Plan
+from quantize.prepare import prepare_target
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

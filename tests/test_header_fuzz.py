@@ -28,8 +28,8 @@ from tiny import write_draft, write_llama
 
 from quantize.checkpoint import Checkpoint, open_checkpoint
 from quantize.errors import ToolError
-from quantize.job import PairOptions, prepare_draft, prepare_target
 from quantize.plan import Options
+from quantize.prepare import PairOptions, prepare_draft, prepare_target
 
 pytestmark = pytest.mark.timeout(600)
 

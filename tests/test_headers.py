@@ -21,8 +21,8 @@ from quantize.estimate import (
     estimate,
     estimate_lines,
 )
-from quantize.job import prepare_target
 from quantize.plan import Options
+from quantize.prepare import prepare_target
 
 sys.path.insert(0, str(Path(__file__).parent / "headers"))
 from make import MODELS, Tensors, nbytes, write

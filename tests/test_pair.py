@@ -12,8 +12,8 @@ from tiny import Tensors, draft_config, draft_tensors, llama_config, llama_tenso
 
 from quantize.checkpoint import Checkpoint, open_checkpoint
 from quantize.errors import BadPair, ToolError
-from quantize.job import Job, PairOptions, prepare_draft, prepare_target
 from quantize.plan import Options
+from quantize.prepare import Job, PairOptions, prepare_draft, prepare_target
 from quantize.report import Check
 
 KEPT = 64

@@ -18,8 +18,8 @@ from families import DRAFTS, TARGETS, materialize
 from tiny import Tensors, write
 
 from quantize.checkpoint import Checkpoint, open_checkpoint
-from quantize.job import Job, PairOptions, prepare_draft, prepare_target
 from quantize.plan import Options, Plan
+from quantize.prepare import Job, PairOptions, prepare_draft, prepare_target
 from quantize.roles import find_family
 from quantize.source import open_source
 from schemes import SCHEMES

@@ -17,8 +17,9 @@ from tiny import write_draft, write_llama
 from quantize.checkpoint import open_checkpoint
 from quantize.errors import BadCheckpoint, BadOutput
 from quantize.hub import HubFiles
-from quantize.job import PairOptions, prepare_draft, prepare_target, run_one, run_pair
+from quantize.job import run_one, run_pair
 from quantize.plan import Options
+from quantize.prepare import PairOptions, prepare_draft, prepare_target
 from quantize.stream import HELD
 
 SHARDS = 6

@@ -31,8 +31,9 @@ from tiny import random as gaussian
 from quantize.checkpoint import open_checkpoint
 from quantize.cli import main
 from quantize.errors import BadOutput
-from quantize.job import prepare_target, run_one
+from quantize.job import run_one
 from quantize.plan import Options
+from quantize.prepare import prepare_target
 from quantize.recheck import verify_output
 from quantize.report import Check, Report
 
