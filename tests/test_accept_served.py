@@ -137,7 +137,7 @@ def test_session_measures_what_vllm_counted(
     (cell,) = served["cells"].values()
     assert 1.3 < cell["length"]["value"] < 2.2
     assert cell["length"]["low"] < cell["length"]["value"] < cell["length"]["high"]
-    assert cell["length"]["value"] == 1 + cell["accepted"] / cell["steps"]
+    assert cell["length"]["value"] == pytest.approx(1 + cell["accepted"] / cell["steps"])
     assert sum(cell["accepted_per_position"]) == cell["accepted"]
     assert cell["requests"] == 9, "eight prompts, one of them with two turns"
     assert len(cell["domains"]) == 8
@@ -244,7 +244,7 @@ def test_no_server_survives(
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, stderr=stderr)
     log = out / "target+draft-1.log"
-    assert await_true(lambda: servers(port) and until in log.read_text(), 120)
+    assert await_true(lambda: servers(port) and until in log.read_text(), 400)
     number = os.getpgid(servers(port)[0].pid)
     assert number != os.getpgid(process.pid)
     assert len(group(number)) >= 2
