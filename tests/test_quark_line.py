@@ -76,7 +76,7 @@ def test_draft(
     scheme: Scheme, layout: str, target: Path, pruned: Path, demo_dir: Path, tmp_path: Path
 ) -> None:
     draft = draft_path() if layout == "shared head" else pruned
-    theirs = export(draft, tmp_path / "quark", scheme, ["fc", "lm_head"])
+    theirs = export(draft, tmp_path / "theirs", scheme, ["fc", "lm_head"])
     assert len(quantized(theirs)) == 7
     assert {"d2t", "t2d", "lm_head.weight"} <= theirs.keys() or layout == "shared head"
     for compute in (Compute(workers=3), Compute("quark")):
