@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantize.baseline import Limits, judge, read_baseline, read_figures
+from quantize.errors import BadOutput
 from quantize.hub import fetch_output
 from quantize.recheck import verify_output
 from quantize.report import Report, check_table, junit_xml, summary, tensor_table
@@ -15,9 +17,34 @@ if TYPE_CHECKING:
     from quantize.view import View
 
 
+FILES = ("junit", "html", "summary")
+"""The options that name a file to write."""
+
+_HINT = "name a file in a folder that is there and may be written to"
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise `BadOutput` now, not after the proof, when a file could not be written."""
+    fault = ""
+    try:
+        if not path.parent.is_dir():
+            fault = f"there is no folder {path.parent}"
+        elif path.is_dir():
+            fault = "this is a folder, not a file"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            fault = "may not be written"
+    except OSError as error:  # a folder on the way that may not be entered
+        fault = str(error.strerror)
+    if fault:
+        raise BadOutput(f"{option} {path}: {fault}", _HINT)
+
+
 def verify_verb(view: View, given: Mapping[str, Any]) -> None:
     """Exit 1 when a check failed, or could not be made and was not excused."""
     allow = given["allow_unmeasured"]
+    for option in FILES:
+        if given[option]:
+            check_file(f"--{option}", given[option])
     out = _bring(view, given["out"])
     draft = _bring(view, given["draft"]) if given["draft"] else None
     before = read_baseline(given["baseline"]) if given["baseline"] else None
@@ -33,7 +60,10 @@ def verify_verb(view: View, given: Mapping[str, Any]) -> None:
     figures = _figures(out, draft, reports)
     if checks := judge(figures, before, _limits(given)):
         reports["baseline"] = Report(checks)
-    _write(given, out, draft, reports)
+    try:
+        _write(given, out, draft, reports)
+    except OSError as error:
+        raise BadOutput(f"a file that was asked for was not written: {error}", _HINT) from error
     failed = [check for report in reports.values() for check in report.failed]
     unmeasured = [check for report in reports.values() for check in report.unmeasured]
     view.show(*(check_table(name, report) for name, report in reports.items()))

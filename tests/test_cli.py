@@ -863,6 +863,31 @@ def test_verify_and_its_exit_codes(
     assert statuses == {"pass", "not_measured"}
 
 
+@pytest.mark.parametrize("option", ["--junit", "--html", "--summary"])
+def test_a_file_that_verify_cannot_write_is_refused_before_the_proof(
+    quantize: Quantize, tmp_path: Path, option: str
+) -> None:
+    """OUT is not there: whoever hears of the file first, hears of it before any work."""
+    places = {"none/x": "there is no folder", ".": "this is a folder"}
+    if os.geteuid():
+        (tmp_path / "kept").touch(mode=0o400)
+        places["kept"] = "may not be written"
+    for place, said in places.items():
+        done = quantize("verify", tmp_path / "out", option, tmp_path / place)
+        assert done.code == 1
+        assert done.err.startswith(f"error: {option} {tmp_path / place}: {said}")
+        assert "\nhint: name a file" in done.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_file_for_which_there_is_no_space_is_no_traceback(
+    quantize: Quantize, made_pair: Path
+) -> None:
+    done = quantize("verify", made_pair, "--junit", "/dev/full")
+    assert done.code == 1
+    assert "error: a file that was asked for was not written: [Errno 28]" in done.err
+
+
 def test_verify_with_another_source_fails(
     quantize: Quantize, made_pair: Path, tmp_path: Path
 ) -> None:
