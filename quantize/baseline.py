@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,8 @@ def judge(now: Json, before: Json | None, limits: Limits) -> tuple[Check, ...]:
             checks += (_compare_sqnr(kind, now[kind], before[kind], limits.sqnr_loss),)
             checks += (_compare_bytes(kind, now[kind], before[kind], limits.growth),)
         if limits.min_sqnr is not None:
-            checks.append(_require_sqnr(kind, now[kind], limits.min_sqnr))
+            floor = _require_sqnr(kind, now[kind], limits.min_sqnr)
+            checks.append(_insist(floor, "measure it: give --source and --draft-source"))
     if before is not None and not any(kind in before for kind in kinds):
         required = f"figures of a {' and a '.join(kinds)}"
         checks.append(Check("baseline", "not_measured", "none of this kind", required))
@@ -127,8 +128,20 @@ def judge(now: Json, before: Json | None, limits: Limits) -> tuple[Check, ...]:
         checks.append(_compare_length(ours, before["acceptance"], limits.al_loss))
     if limits.min_al is not None:
         required = f"at least {limits.min_al}"
-        checks.append(_check_length("floor of acceptance length", ours, limits.min_al, required))
+        floor = _check_length("floor of acceptance length", ours, limits.min_al, required)
+        checks.append(_insist(floor, "serve the pair and record it"))
     return tuple(checks)
+
+
+def _insist(floor: Check, hint: str) -> Check:
+    """A floor that was asked for and has no figure has failed: ``--allow-unmeasured`` is no excuse.
+
+    What a baseline lacks may be excused; a floor is the caller's own demand.
+    """
+    if floor.status != "not_measured":
+        return floor
+    detail = "; ".join(filter(None, (floor.detail, f"hint: {hint}")))
+    return replace(floor, status="fail", measured=f"not measured: {floor.measured}", detail=detail)
 
 
 def _compare_sqnr(kind: str, now: Json, before: Json, loss: float) -> Check:

@@ -1,13 +1,27 @@
-"""Values of options that are quantities: sizes in bytes and numbers of rows."""
+"""Values of options that are quantities: floors, sizes in bytes and numbers of rows."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import click
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Floor(click.ParamType[float]):
+    """A least value; what is no number would be a floor that says nothing."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """The number; a usage error when there is none."""
+        number = float(click.FLOAT.convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number such as 15", param, ctx)
+        return number
 
 
 class Rows(click.ParamType[tuple[int, ...]]):

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from quantize.options import apply, spellings
+from quantize.quantities import Floor
 
 _SHARE = click.FloatRange(min=0, max=1)
 
@@ -40,8 +41,8 @@ BASELINE = apply(
         show_default=True,
         help="Share by which the bytes may grow.",
     ),
-    click.option(*spellings("--min-sqnr"), type=float, help="Least SQNR of any weight, in dB."),
-    click.option(*spellings("--min-al"), type=float, help="Least acceptance length, pooled."),
+    click.option(*spellings("--min-sqnr"), type=Floor(), help="Least SQNR of any weight, in dB."),
+    click.option(*spellings("--min-al"), type=Floor(), help="Least acceptance length, pooled."),
     click.option(
         "--summary", type=click.Path(path_type=Path), help="Append the checks as Markdown."
     ),

@@ -91,14 +91,12 @@ def test_what_cannot_be_compared_is_not_passed() -> None:
         target={UP: {"bytes": 1000, "sqnr_db": "not_measured"}}, rule={"prompts": "c"}
     )
     found = {check.name: check for check in judge(unproven, figures(), limits)}
-    for name in ("baseline SQNR, target", "floor of SQNR, target", "baseline acceptance length"):
+    for name in ("baseline SQNR, target", "baseline acceptance length"):
         assert found[name].status == "not_measured"
     assert UP in found["baseline SQNR, target"].detail
     del unproven["acceptance"]
     found = {check.name: check.status for check in judge(unproven, figures(), limits)}
-    assert (
-        found["baseline acceptance length"] == found["floor of acceptance length"] == "not_measured"
-    )
+    assert found["baseline acceptance length"] == "not_measured"
     (only,) = judge({"draft": figures()["target"]}, {"target": {}}, Limits(0.1, 0.01, 0.001))
     assert (only.name, only.status) == ("baseline", "not_measured")
 
@@ -110,6 +108,16 @@ def test_floors() -> None:
     assert (length.status, length.measured) == ("fail", "2.000")
     sqnr, length = judge(figures(), None, Limits(0, 0, 0, min_sqnr=19.4, min_al=1.9))
     assert (sqnr.status, length.status) == ("pass", "pass")
+
+
+def test_a_floor_without_a_figure_fails_and_says_how_to_measure_it() -> None:
+    now = {"target": {UP: {"bytes": 1000, "sqnr_db": "not_measured"}}}
+    sqnr, length = judge(now, None, Limits(0, 0, 0, min_sqnr=15, min_al=1.5))
+    assert (sqnr.status, sqnr.measured) == ("fail", "not measured: 1 weights")
+    assert UP in sqnr.detail
+    assert "hint: measure it: give --source" in sqnr.detail
+    assert (length.status, length.measured) == ("fail", "not measured: not served")
+    assert "quantize accept" in length.detail
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +166,25 @@ def test_an_output_is_its_own_baseline_as_folder_as_report_and_as_result(written
     assert done.returncode == 1
     assert "fc.weight: 2 bytes more" in done.stderr
     assert "### quantize verify pair: 1 checks failed" in (written / "page.md").read_text()
+
+
+def test_a_floor_on_an_unproven_output_is_not_excused(written: Path) -> None:
+    new = ("-o", written / "unproven", "--scheme", "mxfp4", "--no-verify")
+    made = subprocess.run(
+        [sys.executable, "-m", "quantize.cli", "run", written / "t", *new],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert made.returncode == 0
+    assert run("unproven", "--allow-unmeasured", cwd=written).returncode == 0
+    for floor, said in (("--min-sqnr", "floor of SQNR"), ("--min-al", "floor of acceptance")):
+        done = run("unproven", "--allow-unmeasured", floor, "1", cwd=written)
+        assert done.returncode == 1
+        assert said in done.stderr
+        assert "1 checks failed" in done.stderr
+        done = run("unproven", floor, "nan", cwd=written)
+        assert done.returncode == 2
+        assert "'nan' is not a number" in done.stderr
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"plan": {"kind": "target"}}', '{"figures": 1}'])
