@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from quantize.unique_yaml import load_yaml
+
 
 def read_recipe(ctx: click.Context, _: click.Parameter, value: Path | None) -> None:
     """Let a YAML file set any option of the verb; a usage error names a key that cannot be."""
@@ -15,9 +17,9 @@ def read_recipe(ctx: click.Context, _: click.Parameter, value: Path | None) -> N
     import yaml
 
     try:
-        recipe = yaml.safe_load(value.read_text(encoding="utf-8"))
+        recipe = load_yaml(value.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"{value}: this is not YAML: {error}") from error
+        raise click.UsageError(f"{value}: not a recipe: {error}") from error
     if not isinstance(recipe, dict):
         raise click.UsageError(f"{value}: expected a mapping of option names to values")
     # Not the negative spelling of a flag: it would turn the recipe's value around.

@@ -7,7 +7,7 @@ does can be repeated, or gone on with, by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from quantize.errors import ToolError
 from quantize.job import HALVES
 from quantize.options import STEPS
+from quantize.unique_yaml import load_yaml
 from quantize.workdir import PARTIAL, write_json
 
 PAIR_KEYS = ("target", "draft", "out", "revision")
@@ -36,12 +37,13 @@ class Recipe:
 def read_release(path: Path) -> Recipe:
     """The recipe in a YAML file; ``out`` is relative to where the command runs.
 
-    Raises `ToolError` for keys that are missing or unknown. Options are checked by the verbs.
+    Raises `ToolError` for keys that are missing, unknown or there twice. The names of options are
+    checked by `refuse_unknown`, their values by the verbs.
     """
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ToolError(f"{path}: not a recipe ({error})", _HINT) from error
     if not isinstance(data, dict):
@@ -61,6 +63,23 @@ def read_release(path: Path) -> Recipe:
 
 
 _HINT = "the folder recipes/ of this project has examples"
+
+
+def refuse_unknown(path: Path, recipe: Recipe, known: Mapping[str, Collection[str]]) -> None:
+    """Raise `ToolError` for an option that its step does not have; ``known`` are those by step.
+
+    Before the first step runs: a word misspelt for the last one is not to be found hours later.
+    """
+    from difflib import get_close_matches
+
+    for step, section in recipe.sections.items():
+        for key in map(str, section):
+            if key.replace("-", "_") not in known[step]:
+                nearest = get_close_matches(key, sorted(known[step]), n=1, cutoff=0)
+                raise ToolError(
+                    f"{path}: {step}: unknown key {key!r}; the nearest known one is {nearest[0]!r}",
+                    f"quantize {step} --help tells the options",
+                )
 
 
 def step_words(recipe: Recipe, step: str, *, yes: bool) -> Words | None:

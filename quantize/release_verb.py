@@ -8,9 +8,18 @@ from collections.abc import Mapping
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from quantize.errors import ToolError
 from quantize.options import STEPS
-from quantize.release import Words, open_progress, read_release, refuse_partial, step_words
+from quantize.release import (
+    Words,
+    open_progress,
+    read_release,
+    refuse_partial,
+    refuse_unknown,
+    step_words,
+)
 
 if TYPE_CHECKING:
     from quantize.view import View
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
 def release_verb(view: View, given: Mapping[str, Any]) -> None:
     """Exit 0 when every step up to ``--until`` passed, or had passed before."""
     recipe = read_release(given["recipe_file"])
+    refuse_unknown(given["recipe_file"], recipe, _known_keys())
     refuse_partial(recipe.out)
     wanted = STEPS[: STEPS.index(given["until"]) + 1]
     planned = [(step, step_words(recipe, step, yes=given["yes"])) for step in wanted]
@@ -38,6 +48,21 @@ def release_verb(view: View, given: Mapping[str, Any]) -> None:
             results[step] = "passed"
         view.show(f"{step}: {results[step]}")
     view.result(True, lambda: {"output": str(recipe.out), "steps": results})
+
+
+def _known_keys() -> dict[str, set[str]]:
+    """What a recipe may name for each step: the long options of its verb, with underscores."""
+    group = click.get_current_context().find_root().command
+    assert isinstance(group, click.Group)
+    return {
+        step: {
+            name.removeprefix("--").replace("-", "_")
+            for param in group.commands[step].params
+            for name in (*param.opts, *param.secondary_opts)
+            if name.startswith("--")
+        }
+        for step in STEPS
+    }
 
 
 def _run(view: View, step: str, words: Words) -> None:

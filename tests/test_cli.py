@@ -571,6 +571,7 @@ def test_a_recipe_may_name_one_exclusion_as_a_word(
         ("recipe: other.yaml\n", ("recipe",)),
         ("- scheme\n", ("mapping",)),
         ("scheme: [unclosed\n", ("recipe.yaml",)),
+        ("scheme: mxfp4\nscheme: bf16\n", ("recipe.yaml", "line 2", "'scheme' is there twice")),
         ("scheme: [mxfp4, fp8_rowwise]\n", ("scheme",)),
         ("layer_scheme: {fc: fp8_rowwise}\n", ("layer_scheme",)),
         ("allow_unmatched: perhaps\n", ("perhaps",)),

@@ -73,6 +73,8 @@ def test_options_become_words() -> None:
         ("target: a\ndraft: b\nout: c\nverfy: {}\n", "unknown key 'verfy'"),
         ("target: a\ndraft: b\nout: c\npair: [x]\n", "pair: expected a mapping"),
         ("target: [", "not a recipe"),
+        ("target: a\ndraft: b\nout: c\nout: d\n", "line 4: the key 'out' is there twice"),
+        ("pair:\n  scheme: bf16\n  scheme: mxfp4\n", "line 3: the key 'scheme' is there twice"),
     ],
 )
 def test_a_recipe_that_cannot_be(tmp_path: Path, text: str, said: str) -> None:
@@ -82,6 +84,32 @@ def test_a_recipe_that_cannot_be(tmp_path: Path, text: str, said: str) -> None:
         read_release(path)
     assert said in refused.value.message
     assert str(path) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("step", "key", "nearest"),
+    [
+        ("pair", "shceme", "scheme"),
+        ("verify", "min-sqrn", "min_sqnr"),
+        ("accept", "min_retentoin", "min_retention"),
+        ("publish", "repo", "repo_id"),
+    ],
+)
+def test_an_unknown_option_is_refused_before_the_first_step(
+    tmp_path: Path, step: str, key: str, nearest: str
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"target: a\ndraft: b\nout: {tmp_path / 'c'}\n{step}:\n  {key}: x\n")
+    with pytest.raises(ToolError) as refused:
+        cli.main(["release", str(path), "--until", "plan"], standalone_mode=False)
+    assert f"{step}: unknown key {key!r}" in refused.value.message
+    assert refused.value.message.endswith(f"the nearest known one is {nearest!r}")
+    assert refused.value.hint == f"quantize {step} --help tells the options"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_example_recipes_name_known_options(path: Path) -> None:
+    cli.main(["release", str(path), "--print"], standalone_mode=False)
 
 
 def test_a_release_goes_on_where_it_stopped(tmp_path: Path) -> None:
