@@ -8,6 +8,11 @@ from typing import Any
 
 from models.base import Experts, Family
 from quantize.errors import BadPlan
+from schemes.base import TensorSpec
+
+READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "w1", "w3")
+WRITES_HIDDEN = ("o_proj", "down_proj", "w2")
+"""Leaves of decoder linears whose inputs, or outputs, are the hidden states."""
 
 MOST_EXPERTS = 65536
 """More than any model has: a config's number is not believed beyond it."""
@@ -32,6 +37,40 @@ def check_known_layers(
         common = {n for n in set().union(*alike.values()) if not re.match(family.varies, n)}
         for number, names in alike.items():
             refuse_missing(number, common - names)
+
+
+def check_widths(
+    family: Family, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]
+) -> None:
+    """Embedding, head and decoder linears have the width that the (text) config says.
+
+    A transposed weight or a config of another model would else be quantized along the wrong axis.
+    Raises `BadPlan`; a config without ``hidden_size`` or ``vocab_size`` says nothing.
+    """
+    hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
+    for name, spec in specs.items():
+        if family.draft or len(spec.shape) != 2:
+            continue
+        if name in (family.embedding, family.head):
+            _require_size(spec, 0, "vocab_size", vocab)
+            _require_size(spec, 1, "hidden_size", hidden)
+        found = family.role(name)
+        leaf = spec.module.rpartition(".")[2]
+        if found is not None and found[1] != "preserved" and re.match(family.layers, name):
+            if leaf in READS_HIDDEN:
+                _require_size(spec, 1, "hidden_size", hidden)
+            if leaf in WRITES_HIDDEN:
+                _require_size(spec, 0, "hidden_size", hidden)
+
+
+def _require_size(spec: TensorSpec, axis: int, key: str, size: Any) -> None:
+    if isinstance(size, int) and spec.shape[axis] != size:
+        side = ("rows", "columns")[axis]
+        raise BadPlan(
+            f"config.json: {key} is {size}, found {spec.name} {list(spec.shape)}, expected {size} "
+            f"{side}",
+            "the config belongs to another model, or the weight is stored transposed",
+        )
 
 
 def refuse_missing(number: int, missing: set[str]) -> None:

@@ -18,7 +18,7 @@ from quantize.patterns import (
     resolve_scheme,
     some,
 )
-from quantize.roles import Role, check_layers, classify, find_family
+from quantize.roles import Role, check_layers, classify, find_family, text_config
 from quantize.share import quantized_share, warn_share
 from quantize.sources import keeps_bytes
 from quantize.sources.base import PLAIN, FusedRows, Weight
@@ -127,7 +127,7 @@ def make_plan(
         )
         if quantized
         else None,
-        tensor_parallel=_tensor_parallel(family, quantized),
+        tensor_parallel=_tensor_parallel(family, quantized, text_config(config)),
         target_layers=target_layers,
         notes=(*_notes(entries), *_unused(unused or {}), *_share_note(scheme, entries)),
     )
@@ -215,8 +215,10 @@ def _cast_head(spec: TensorSpec, options: Options) -> tuple[TensorSpec, str]:
     )
 
 
-def _tensor_parallel(family: Family, quantized: Iterable[Entry]) -> tuple[int, ...]:
-    """Sizes at which every rank's slice of each row-parallel weight still fits its scheme."""
+def _tensor_parallel(
+    family: Family, quantized: Iterable[Entry], config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Sizes at which vLLM splits the heads and every rank's slice still fits its scheme."""
     sliced = [
         entry
         for entry in quantized
@@ -226,12 +228,25 @@ def _tensor_parallel(family: Family, quantized: Iterable[Entry]) -> tuple[int, .
     return tuple(
         size
         for size in TENSOR_PARALLEL
-        if all(
+        if _splits_heads(config, size)
+        and all(
             shape[1] % size == 0
             and not find_scheme(scheme).misfit(TensorSpec("", "BF16", (shape[0], shape[1] // size)))
             for scheme, shape in shapes
         )
     )
+
+
+def _splits_heads(config: Mapping[str, Any], size: int) -> bool:
+    """As vLLM asks: ``verify_with_parallel_config`` (``config/model.py``), ``QKVParallelLinear``.
+
+    Fewer key-value heads than ranks are repeated, which needs a multiple.
+    """
+    heads = config.get("num_attention_heads")
+    shared = config.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(shared, int) or min(heads, shared) < 1:
+        return True  # the config does not say
+    return heads % size == 0 and (shared % size == 0 or size % shared == 0)
 
 
 def _notes(entries: Iterable[Entry]) -> tuple[str, ...]:

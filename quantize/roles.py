@@ -11,7 +11,7 @@ import models
 from models import eagle3, eagle3_mla, eagle3_qwen3
 from models.base import Family
 from quantize.errors import BadPlan
-from quantize.layers import check_known_layers, refuse_missing
+from quantize.layers import check_known_layers, check_widths, refuse_missing
 from schemes.base import TensorSpec
 
 DRAFTS = {
@@ -121,6 +121,7 @@ def check_layers(
     for name in specs:
         if match := pattern.match(name):
             layers.setdefault(int(match.group(1) or 0), set()).add(name[match.end() :])
+    check_widths(family, specs, text_config(config))
     _check_numbers(family, layers, config)
     if family.architectures:
         check_known_layers(family, layers, text_config(config))

@@ -145,7 +145,10 @@ def _judge(plan: Plan, found: Findings, measured: bool, sample: bool) -> Iterabl
     yield _check("quantized bytes", found.quantized, sizes, NEEDS_SOURCE[2][1])
     if found.proofs:
         yield _judge_float32(found)
-    yield from _judge_floors(found.proofs, f", {SAMPLE_ROWS} rows of each" if sample else "")
+    rows = f", {SAMPLE_ROWS} rows of each" if sample else ""
+    coarse = {e.source.name for e in plan.entries if e.source_format in COARSE}
+    yield from _judge_floors([p for p in found.proofs if p.name not in coarse], rows)
+    yield from _judge_floors([p for p in found.proofs if p.name in coarse], rows, coarse=True)
 
 
 NEEDS_SOURCE = (
@@ -183,14 +186,23 @@ def _judge_float32(found: Findings) -> Check:
     )
 
 
-def _judge_floors(proofs: list[TensorProof], rows: str) -> Iterable[Check]:
+COARSE = ("mxfp4", "int4_packed")
+"""Stored formats whose values lie on a 4-bit grid."""
+
+
+def _judge_floors(proofs: list[TensorProof], rows: str, *, coarse: bool = False) -> Iterable[Check]:
     """The least value of each scheme against its floor; ``rows`` says which were measured."""
+    said = " of 4-bit sources" if coarse else ""
     for scheme in SCHEMES:
         ours = [proof for proof in proofs if proof.scheme == scheme.NAME]
         for name, field, floor in (
-            ("weight SQNR", "sqnr_db", scheme.SQNR_FLOOR_DB),
-            ("matmul SQNR", "matmul_db", scheme.MATMUL_FLOOR_DB),
-            ("matmul SQNR, worst row", "worst_row_db", scheme.MATMUL_ROW_FLOOR_DB),
+            (
+                f"weight SQNR{said}",
+                "sqnr_db",
+                scheme.COARSE_SQNR_FLOOR_DB if coarse else scheme.SQNR_FLOOR_DB,
+            ),
+            (f"matmul SQNR{said}", "matmul_db", scheme.MATMUL_FLOOR_DB),
+            (f"matmul SQNR{said}, worst row", "worst_row_db", scheme.MATMUL_ROW_FLOOR_DB),
         ):
             values = sorted((float(getattr(proof, field)), proof.name) for proof in ours)
             if values:

@@ -105,6 +105,8 @@ class Scheme(Protocol):
     """The scheme's name in Quark's registry (``quark.torch.LLMTemplate``)."""
     SQNR_FLOOR_DB: float
     """Least SQNR of a stored weight against its source."""
+    COARSE_SQNR_FLOOR_DB: float
+    """The same for a source whose values lie on a 4-bit grid, where rounding can meet its worst."""
     MATMUL_FLOOR_DB: float
     """Least SQNR of a layer's output ``x Wᵀ`` against float64."""
     MATMUL_ROW_FLOOR_DB: float

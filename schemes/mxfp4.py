@@ -26,6 +26,7 @@ QUARK_SCHEME = "mxfp4"
 # random layers, Student-t with 4 degrees of freedom included (17.35, 14.5, 10.0), on
 # `quantize.activations`. A row whose scales are all one step off is at 7.1 dB or less.
 SQNR_FLOOR_DB = 16.3
+COARSE_SQNR_FLOOR_DB = SQNR_FLOOR_DB
 MATMUL_FLOOR_DB = 13.5
 MATMUL_ROW_FLOOR_DB = 9.0
 

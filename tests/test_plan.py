@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -536,6 +537,42 @@ def test_tensor_parallel_counts_only_what_is_quantized_and_split_along_k() -> No
     both = ("*o_proj", "*down_proj")
     assert plan_target(specs, exclude=both).tensor_parallel == (1, 2, 4, 8, 16, 32)
     assert plan_target(specs, "fp8_rowwise").tensor_parallel == (1, 2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "sizes"), [(9, 3, (1,)), (8, 2, (1, 2, 4, 8)), (8, 8, (1, 2, 4, 8))]
+)
+def test_tensor_parallel_sizes_split_the_heads(
+    heads: int, shared: int, sizes: tuple[int, ...]
+) -> None:
+    """vLLM refuses 9 heads on 2 ranks, and repeats 2 key-value heads on 4 or 8."""
+    settings = config(num_attention_heads=heads, num_key_value_heads=shared)
+    plan = make_plan(target_specs(64, 128), settings, Options("fp8_rowwise"))
+    assert plan.tensor_parallel == sizes
+
+
+# Widths
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "named"),
+    [
+        ("hidden_size", 128, r"model.embed_tokens.weight \[128, 64\], expected 128 columns"),
+        ("vocab_size", 256, r"model.embed_tokens.weight \[128, 64\], expected 256 rows"),
+    ],
+)
+def test_a_config_of_other_widths_is_refused(key: str, size: int, named: str) -> None:
+    message, _ = refuse(target_specs(64, 128), config(**{key: size}), Options("mxfp4"))
+    assert re.search(named, message)
+
+
+def test_a_transposed_weight_is_refused() -> None:
+    specs = target_specs(64, 128)
+    name = "model.layers.1.mlp.down_proj.weight"
+    specs[name] = TensorSpec(name, "BF16", specs[name].shape[::-1])
+    message, hint = refuse(specs, config(hidden_size=64), Options("mxfp4"))
+    assert f"{name} [128, 64], expected 64 rows" in message
+    assert "transposed" in hint
 
 
 # Source dtypes

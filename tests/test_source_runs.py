@@ -90,6 +90,21 @@ def test_our_own_output_is_kept(scheme: str, tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
 
 
+def test_mxfp4_becomes_fp8_within_a_floor_for_such_grids(tmp_path: Path) -> None:
+    """E4M3 rounds 1, 2 and 4 of a row whose largest is 6 by nearly a sixteenth: 28.9 dB."""
+    tensors = llama_tensors(CONFIG)
+    worst = "model.layers.0.mlp.up_proj.weight"
+    tensors[worst] = torch.tensor([4.0, 2.0, 1.0, 4.0]).repeat(128, 16).bfloat16()
+    tensors[worst][:, 0] = 6
+    run_one(
+        target_job(write(tmp_path / "m", CONFIG, tensors), "mxfp4"), tmp_path / "mx", settings()
+    )
+    report = run_one(target_job(tmp_path / "mx", "fp8_rowwise"), tmp_path / "fp8", settings())
+    found = {check.name: check for check in report.checks}
+    assert found["weight SQNR of 4-bit sources, fp8_rowwise"].detail == worst
+    assert not report.failed
+
+
 def test_our_own_mix_is_kept_or_changed_by_layer(tmp_path: Path) -> None:
     source = write(tmp_path / "m", CONFIG, llama_tensors(CONFIG))
     mix = {"layer_schemes": (("*self_attn*", "fp8_rowwise"),)}
