@@ -225,10 +225,11 @@ def _tensor_parallel(
         if entry.source.module.rpartition(".")[2] in family.row_parallel
     ]
     shapes = {(entry.scheme or "", entry.source.shape) for entry in sliced}
+    heads = read_heads(config)
     return tuple(
         size
         for size in TENSOR_PARALLEL
-        if _splits_heads(config, size)
+        if (heads is None or splits_heads(heads, size))
         and all(
             shape[1] % size == 0
             and not find_scheme(scheme).misfit(TensorSpec("", "BF16", (shape[0], shape[1] // size)))
@@ -237,16 +238,22 @@ def _tensor_parallel(
     )
 
 
-def _splits_heads(config: Mapping[str, Any], size: int) -> bool:
+def read_heads(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Attention and key-value heads of a (text) config; None when it does not say."""
+    heads = config.get("num_attention_heads")
+    shared = config.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(shared, int) or min(heads, shared) < 1:
+        return None
+    return heads, shared
+
+
+def splits_heads(heads: tuple[int, int], size: int) -> bool:
     """As vLLM asks: ``verify_with_parallel_config`` (``config/model.py``), ``QKVParallelLinear``.
 
     Fewer key-value heads than ranks are repeated, which needs a multiple.
     """
-    heads = config.get("num_attention_heads")
-    shared = config.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(shared, int) or min(heads, shared) < 1:
-        return True  # the config does not say
-    return heads % size == 0 and (shared % size == 0 or size % shared == 0)
+    queries, shared = heads
+    return queries % size == 0 and (shared % size == 0 or size % shared == 0)
 
 
 def _notes(entries: Iterable[Entry]) -> tuple[str, ...]:

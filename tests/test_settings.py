@@ -147,8 +147,8 @@ def test_sizes_that_fit_are_those_of_the_plan(scheme: str, sources: tuple[Path, 
         plan = make_plan(opened.specs, opened.config, Options(scheme), target_layers=layers)
         served = read_served(replace(opened, specs=plan.stored))
         assert fitting_sizes([served]) == plan.tensor_parallel
-    # By hand: o_proj has K = 64, two ranks of 32.
-    expected = {"mxfp4": (1, 2), "fp8_rowwise": (1, 2, 4, 8, 16, 32)}
+    # By hand: o_proj has K = 64, two ranks of 32; there are 4 heads.
+    expected = {"mxfp4": (1, 2), "fp8_rowwise": (1, 2, 4)}
     assert fitting_sizes([served]) == expected[scheme]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from models.base import Family
 from quantize.checkpoint import Checkpoint
-from quantize.plan import TENSOR_PARALLEL
+from quantize.plan import TENSOR_PARALLEL, read_heads, splits_heads
 from quantize.roles import find_family, text_config
 from quantize.vllm_names import name_runtime_modules
 from schemes import SCHEMES, find_scheme
@@ -34,6 +34,8 @@ class Served:
     mla: bool = False
     sparse: bool = False
     experts: bool = False
+    heads: tuple[int, int] | None = None
+    """Attention and key-value heads, where the config tells them."""
 
     @property
     def linears(self) -> dict[str, tuple[str, Shape]]:
@@ -78,6 +80,7 @@ def read_served(checkpoint: Checkpoint) -> Served:
         mla=config.get("kv_lora_rank") is not None,
         sparse=config.get("index_topk") is not None,
         experts=any(EXPERTS in name for name in checkpoint.specs),
+        heads=read_heads(config),
     )
 
 
@@ -95,11 +98,14 @@ def recognise(weight: TensorSpec, scale: TensorSpec) -> tuple[str, Shape] | None
 
 
 def find_misfit(served: Served, size: int, *, expert_parallel: bool) -> str:
-    """Why a quantized weight cannot be split between ``size`` ranks; empty when all can.
+    """Why heads or a quantized weight cannot be split between ``size`` ranks; empty when all can.
 
     Only inputs count: vLLM splits the K of row-parallel layers, and each part must still fit its
     scheme (``QuarkOCP_MX.create_weights``). With expert parallelism experts stay whole.
     """
+    if served.heads and not splits_heads(served.heads, size):
+        queries, shared = served.heads
+        return f"{queries} attention and {shared} key-value heads do not divide by {size}"
     for module, (scheme, (outputs, inputs)) in served.weights.items():
         whole = expert_parallel and EXPERTS in module
         if whole or not served.row_parallel(module):
