@@ -49,7 +49,7 @@ def check_widths(
     """
     hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
     for name, spec in specs.items():
-        if family.draft or len(spec.shape) != 2:
+        if family.draft or len(spec.shape) != 2 or not spec.nbytes:
             continue
         if name in (family.embedding, family.head):
             _require_size(spec, 0, "vocab_size", vocab)

@@ -18,7 +18,7 @@ LIGHT = ("click", "rich", "pyyaml", "numpy", "safetensors", "huggingface-hub")
 OURS = ("quantize", "schemes", "models")
 COMMAND_LINE = (
     *("cli", "options", "publish_options", "verify_options", "quantities", "recipe"),
-    *("verbs", "publish_verb", "view", "report"),
+    *("verbs", "publish_verb", "release_verb", "view", "report"),
 )
 """The files that talk to the user."""
 

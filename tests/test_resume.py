@@ -612,16 +612,15 @@ def test_pair_that_cannot_fit_is_refused_before_anything_is_written(
 
 
 def test_plan_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """A sparse source with a head of 2 TB."""
-    source = write_llama(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=True)
-    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (source / "config.json").write_text(json.dumps(config))
+    """A sparse source with a rotary buffer of 2 TB."""
+    source = write_llama(tmp_path / "model", num_hidden_layers=1)
     file = source / "model.safetensors"
     header, start = read_header(file)
     data = file.read_bytes()[start:]
     end = len(data) + 2**41
-    head = {"dtype": "BF16", "shape": [2**34, 64], "data_offsets": [len(data), end]}
-    text = json.dumps(header | {"lm_head.weight": head}).encode()
+    large = {"dtype": "BF16", "shape": [2**34, 64], "data_offsets": [len(data), end]}
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    text = json.dumps(header | {name: large}).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
     os.truncate(file, 8 + len(text) + end)
     with pytest.raises(BadOutput, match=r"needs \d+ bytes more .* \d+ free"):
