@@ -13,6 +13,7 @@ from quantize.entry import Entry, entry_from_json
 from quantize.errors import BadOutput
 from quantize.job import HALVES, PAIR_REPORT, REPORT
 from quantize.report import Check, TensorProof
+from quantize.wording import some
 
 Json = Mapping[str, Any]
 
@@ -163,9 +164,9 @@ def _compare_sqnr(kind: str, now: Json, before: Json, loss: float) -> Check:
             wrong.append((lost, f"{tensor}: {ours:.2f} dB, baseline {was}"))
     if wrong:
         said = [text for _, text in sorted(wrong, key=lambda item: -item[0])]
-        return Check(name, "fail", f"{len(wrong)} weights lost more", required, _some(said))
+        return Check(name, "fail", f"{len(wrong)} weights lost more", required, some(said, "; "))
     if missing:
-        return Check(name, "not_measured", f"{len(missing)} weights", required, _some(missing))
+        return Check(name, "not_measured", f"{len(missing)} weights", required, some(missing, "; "))
     return Check(name, "pass", f"largest loss {max(worst, 0):.3f} dB", required)
 
 
@@ -180,18 +181,18 @@ def _compare_bytes(kind: str, now: Json, before: Json, growth: float) -> Check:
     }
     most = sorted((item for item in grown.items() if item[1] > 0), key=lambda item: -item[1])
     said = [f"{tensor}: {more:,} bytes more" for tensor, more in most]
-    return Check(name, "fail", f"{ours:,} bytes", required, _some(said))
+    return Check(name, "fail", f"{ours:,} bytes", required, some(said, "; "))
 
 
 def _require_sqnr(kind: str, now: Json, floor: float) -> Check:
     name, required = f"floor of SQNR, {kind}", f"at least {floor:g} dB"
     found = {tensor: item["sqnr_db"] for tensor, item in now.items() if item["sqnr_db"] is not None}
     if missing := [tensor for tensor, text in found.items() if text == "not_measured"]:
-        return Check(name, "not_measured", f"{len(missing)} weights", required, _some(missing))
+        return Check(name, "not_measured", f"{len(missing)} weights", required, some(missing, "; "))
     values = sorted((float(text), tensor) for tensor, text in found.items())
     low = [f"{tensor}: {value:.2f} dB" for value, tensor in values if not value >= floor]
     least = f"least {values[0][0]:.2f} dB" if values else "nothing is quantized"
-    return Check(name, "fail" if low else "pass", least, required, _some(low))
+    return Check(name, "fail" if low else "pass", least, required, some(low, "; "))
 
 
 def _compare_length(ours: Json | None, before: Json, loss: float) -> Check:
@@ -207,8 +208,3 @@ def _check_length(name: str, ours: Json | None, floor: float, required: str) -> 
         return Check(name, "not_measured", "not served", required, "quantize accept --record")
     good = ours["length"] >= floor
     return Check(name, "pass" if good else "fail", f"{ours['length']:.3f}", required)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return "; ".join(names[:3]) + more

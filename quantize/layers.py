@@ -8,6 +8,7 @@ from typing import Any
 
 from models.base import Experts, Family
 from quantize.errors import BadPlan
+from quantize.wording import some
 from schemes.base import TensorSpec
 
 READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "w1", "w3")
@@ -76,10 +77,8 @@ def _require_size(spec: TensorSpec, axis: int, key: str, size: Any) -> None:
 def refuse_missing(number: int, missing: set[str]) -> None:
     """Raise `BadPlan` when a layer lacks tensors."""
     if missing:
-        some = sorted(missing)
-        more = f" and {len(some) - 8} more" if len(some) > 8 else ""
         raise BadPlan(
-            f"layer {number} lacks {', '.join(some[:8])}{more}",
+            f"layer {number} lacks {some(sorted(missing), most=8)}",
             "the checkpoint is incomplete: download it again",
         )
 

@@ -11,6 +11,7 @@ from models.base import Family
 from quantize.entry import Entry
 from quantize.errors import BadPlan
 from quantize.roles import Role
+from quantize.wording import some
 from schemes import find_scheme
 
 if TYPE_CHECKING:
@@ -84,9 +85,3 @@ def check_fused(family: Family, entries: Iterable[Entry]) -> None:
                 f"found {found}",
                 f"name all of them, for example with the pattern '*{parent.rpartition('.')[2]}.*'",
             )
-
-
-def some(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

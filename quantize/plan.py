@@ -16,12 +16,12 @@ from quantize.patterns import (
     check_patterns,
     matches,
     resolve_scheme,
-    some,
 )
 from quantize.roles import Role, check_layers, classify, find_family, text_config
 from quantize.share import quantized_share, warn_share
 from quantize.sources import keeps_bytes
 from quantize.sources.base import PLAIN, FusedRows, Weight
+from quantize.wording import some
 from schemes import find_scheme
 from schemes.base import TensorSpec
 

@@ -12,6 +12,7 @@ from models import eagle3, eagle3_mla, eagle3_qwen3
 from models.base import Family
 from quantize.errors import BadPlan
 from quantize.layers import check_known_layers, check_widths, refuse_missing
+from quantize.wording import some
 from schemes.base import TensorSpec
 
 DRAFTS = {
@@ -87,9 +88,8 @@ def classify(
         else:
             roles[name] = Role(spec, *found, head=name == head)
     if unknown:
-        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise BadPlan(
-            f"family {family.name} has no role for {', '.join(unknown[:5])}{more}",
+            f"family {family.name} has no role for {some(unknown, most=5)}",
             "a tensor whose role is unknown is never guessed: a new family is one file in models/",
         )
     return roles

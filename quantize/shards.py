@@ -10,6 +10,7 @@ from typing import NoReturn
 from quantize.errors import BadCheckpoint
 from quantize.files import Files, fetch_again
 from quantize.header import LONGEST_NAME, name_fault, read_header, read_json, shown
+from quantize.wording import some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,7 +59,7 @@ def refuse_index(files: Files, sizes: Mapping[str, int], fault: str, *damaged: s
         message += f", while {SINGLE} beside it is whole by itself: the index looks stale"
         hint = f"to read {SINGLE} and not the index, add --ignore-index"
         if numbered := [name for name in sizes if _NUMBERED.fullmatch(name)]:
-            hint += f", and first move the other weights out of the folder: {_few(numbered)}"
+            hint += f", and first move the other weights out of the folder: {some(numbered)}"
     raise BadCheckpoint(message, hint)
 
 
@@ -95,7 +96,7 @@ def _read_index(files: Files, sizes: Mapping[str, int]) -> dict[str, str]:
             )
     if missing := sorted(good - sizes.keys()):
         name = next(name for name, shard in index.items() if shard == missing[0])
-        fault = f"names {_few(missing)} (tensor {name!r}), missing from the folder"
+        fault = f"names {some(missing)} (tensor {name!r}), missing from the folder"
         refuse_index(files, sizes, fault, *missing)
     for name in sizes:
         known = name == SINGLE or _NUMBERED.fullmatch(name)
@@ -119,25 +120,20 @@ def _require_whole_set(files: Files, shards: list[str]) -> None:
     if totals or not set(shards) <= expected:
         raise BadCheckpoint(
             f"{files.origin}: found several {end} files and no index in use "
-            f"({_few(shards)}), expected {start}{end} or one whole set of {start}-XXXXX-of-NNNNN",
+            f"({some(shards)}), expected {start}{end} or one whole set of {start}-XXXXX-of-NNNNN",
             f"move those that are not the model out of the folder, or {fetch_again(files, INDEX)}",
         )
     if missing := sorted(expected - set(shards)):
         raise BadCheckpoint(
-            f"{files.origin}: found {len(shards)} of {int(total)} shards, missing {_few(missing)}",
+            f"{files.origin}: found {len(shards)} of {int(total)} shards, missing {some(missing)}",
             fetch_again(files, *missing),
         )
 
 
 def _refuse_other_formats(files: Files, sizes: Mapping[str, int]) -> NoReturn:
     others = [name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5"))]
-    found = f"only {_few(others)}" if others else "no weights"
+    found = f"only {some(others)}" if others else "no weights"
     raise BadCheckpoint(
         f"{files.origin}: found {found}, expected safetensors files or pytorch_model.bin",
         "write it with transformers: model.save_pretrained(FOLDER)",
     )
-
-
-def _few(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest

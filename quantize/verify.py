@@ -25,6 +25,7 @@ from quantize.vllm_names import (
     name_scheme,
     rename_entries,
 )
+from quantize.wording import some
 from schemes import SCHEMES
 
 
@@ -212,7 +213,7 @@ def _judge_floors(proofs: list[TensorProof], rows: str, *, coarse: bool = False)
                     "fail" if low else "pass",
                     f"least {values[0][0]:.2f} dB{rows}",
                     f"at least {floor:.2f} dB",
-                    _some(low) if low else values[0][1],
+                    some(low, "; ") if low else values[0][1],
                 )
 
 
@@ -227,10 +228,5 @@ def _not_measured(name: str, required: str) -> Check:
 
 def _check(name: str, wrong: list[str], measured: str, required: str) -> Check:
     if wrong:
-        return Check(name, "fail", f"{len(wrong)} wrong", required, _some(wrong))
+        return Check(name, "fail", f"{len(wrong)} wrong", required, some(wrong, "; "))
     return Check(name, "pass", measured, required)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return "; ".join(names[:3]) + more

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quantize.errors import BadOutput
+from quantize.wording import some
 
 STATE = ".pairquant"
 PARTIAL = ".partial"
@@ -188,9 +189,8 @@ def _check_identity(partial: Path, identity: Mapping[str, Any]) -> None:
     after = json.loads(json.dumps(identity))
     if before != after:
         changed = list(_changes(before, after))
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise BadOutput(
-            f"{partial} belongs to a run with other {', '.join(changed[:3])}{more}",
+            f"{partial} belongs to a run with other {some(changed)}",
             "repeat the earlier command to continue it, or add --restart to begin anew",
         )
 
