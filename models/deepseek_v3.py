@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.base import Experts, Family, Mtp
-from models.llama import FUSED, LAYER, LINEARS, MLP, NORMS, REQUIRED, SKELETON
-from models.moe import EXPERT, FUSED_EXPERTS, MTP, MTP_MODULES, ROUTER, SHARED, after_dense_layers
+from models.base import Family, Mtp
+from models.llama import FUSED, LAYER, MLP, NORMS, REQUIRED, SKELETON
+from models.moe import EXPERT, FUSED_EXPERTS, MTP, MTP_MODULES, ROUTED, ROUTER, SHARED
 
 LATENT = "q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj"
 ATTENTION = {LAYER + rf"self_attn\.({LATENT})\.weight": "attention"}
@@ -45,13 +45,7 @@ FAMILY = Family(
     norms=(*NORMS, "self_attn.kv_a_layernorm"),
     needs=latent_needs,
     required=REQUIRED,
-    experts=Experts(
-        module="mlp.experts",
-        count="n_routed_experts",
-        sparse=after_dense_layers,
-        beside=("mlp.gate",),
-        dense={"mlp": LINEARS["mlp"]},
-    ),
+    experts=ROUTED,
     mtp=Mtp("num_nextn_predict_layers", MTP_MODULES),
     fused_experts=FUSED_EXPERTS,
 )

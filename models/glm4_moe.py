@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.base import Experts, Family, Mtp
+from models.base import Family, Mtp
 from models.llama import ATTENTION, FUSED, LAYER, LINEARS, MLP, NORMS, REQUIRED, SKELETON
-from models.moe import EXPERT, FUSED_EXPERTS, MTP, MTP_MODULES, ROUTER, SHARED, after_dense_layers
+from models.moe import EXPERT, FUSED_EXPERTS, MTP, MTP_MODULES, ROUTED, ROUTER, SHARED
 
 
 def needs(config: Mapping[str, Any], sparse: bool) -> tuple[str, ...]:
@@ -39,13 +39,7 @@ FAMILY = Family(
     norms=NORMS,
     needs=needs,
     required=REQUIRED,
-    experts=Experts(
-        module="mlp.experts",
-        count="n_routed_experts",
-        sparse=after_dense_layers,
-        beside=("mlp.gate",),
-        dense={"mlp": LINEARS["mlp"]},
-    ),
+    experts=ROUTED,
     mtp=Mtp("num_nextn_predict_layers", MTP_MODULES),
     fused_experts=FUSED_EXPERTS,
 )

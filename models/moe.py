@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.base import FusedExperts
-from models.llama import LAYER
+from models.base import Experts, FusedExperts
+from models.llama import LAYER, LINEARS
 
 EXPERT = {LAYER + r"mlp\.experts\.\d+\.(gate|up|down)_proj\.weight": "expert"}
 SHARED = {LAYER + r"mlp\.shared_experts\.(gate|up|down)_proj\.weight": "shared expert"}
@@ -49,3 +49,13 @@ def by_sparse_step(config: Mapping[str, Any], layer: int) -> bool:
 def everywhere(_config: Mapping[str, Any], _layer: int) -> bool:
     """Every layer has experts."""
     return True
+
+
+ROUTED = Experts(
+    module="mlp.experts",
+    count="n_routed_experts",
+    sparse=after_dense_layers,
+    beside=("mlp.gate",),
+    dense={"mlp": LINEARS["mlp"]},
+)
+"""Experts behind a router after the first dense layers: DeepSeek's, and GLM-4's."""

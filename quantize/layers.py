@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.base import Experts, Family
 from quantize.errors import BadPlan
 from quantize.wording import some
 from schemes.base import TensorSpec
+
+if TYPE_CHECKING:
+    from quantize.roles import Role
 
 READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "w1", "w3")
 WRITES_HIDDEN = ("o_proj", "down_proj", "w2")
@@ -40,24 +43,22 @@ def check_known_layers(
             refuse_missing(number, common - names)
 
 
-def check_widths(
-    family: Family, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]
-) -> None:
+def check_widths(family: Family, roles: Mapping[str, Role], config: Mapping[str, Any]) -> None:
     """Embedding, head and decoder linears have the width that the (text) config says.
 
     A transposed weight or a config of another model would else be quantized along the wrong axis.
     Raises `BadPlan`; a config without ``hidden_size`` or ``vocab_size`` says nothing.
     """
     hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
-    for name, spec in specs.items():
+    for name, role in roles.items():
+        spec = role.spec
         if family.draft or len(spec.shape) != 2 or not spec.nbytes:
             continue
         if name in (family.embedding, family.head):
             _require_size(spec, 0, "vocab_size", vocab)
             _require_size(spec, 1, "hidden_size", hidden)
-        found = family.role(name)
         leaf = spec.module.rpartition(".")[2]
-        if found is not None and found[1] != "preserved" and re.match(family.layers, name):
+        if role.kind != "preserved" and re.match(family.layers, name):
             if leaf in READS_HIDDEN:
                 _require_size(spec, 1, "hidden_size", hidden)
             if leaf in WRITES_HIDDEN:

@@ -99,7 +99,7 @@ def make_plan(
     """
     family = find_family(specs, config)
     roles = classify(family, specs, config)
-    check_layers(family, specs, config)
+    check_layers(family, roles, config)
     check_patterns(family, roles, options)
     weights, dropped = weights or {}, dropped or {}
     entries = tuple(

@@ -102,15 +102,13 @@ def _is_mtp(family: Family, name: str, config: Mapping[str, Any]) -> bool:
     return isinstance(layers, int) and int(match[1]) >= layers
 
 
-def check_layers(
-    family: Family, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]
-) -> None:
+def check_layers(family: Family, roles: Mapping[str, Role], config: Mapping[str, Any]) -> None:
     """Every decoder layer is there, with all its experts, and like layers have the same tensors.
 
     VLLM does not miss a tensor that a quantized checkpoint lacks: it would keep what it started
     with. Raises `BadPlan` naming what is missing.
     """
-    absent = [name for name in family.required if name not in specs]
+    absent = [name for name in family.required if name not in roles]
     if absent:
         raise BadPlan(
             f"there is no {', '.join(absent)}, which every checkpoint of family {family.name} has",
@@ -118,10 +116,10 @@ def check_layers(
         )
     layers: dict[int, set[str]] = {}
     pattern = re.compile(family.layers)
-    for name in specs:
+    for name in roles:
         if match := pattern.match(name):
             layers.setdefault(int(match.group(1) or 0), set()).add(name[match.end() :])
-    check_widths(family, specs, text_config(config))
+    check_widths(family, roles, text_config(config))
     _check_numbers(family, layers, config)
     if family.architectures:
         check_known_layers(family, layers, text_config(config))
