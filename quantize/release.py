@@ -73,24 +73,42 @@ def refuse_unknown(path: Path, recipe: Recipe, known: Mapping[str, Collection[st
     from difflib import get_close_matches
 
     for step, section in recipe.sections.items():
-        for key in map(str, section):
-            if key.replace("-", "_") not in known[step]:
-                nearest = get_close_matches(key, sorted(known[step]), n=1, cutoff=0)
+        if len(_spell_keys(section)) < len(section):
+            raise ToolError(f"{path}: {step}: one option has two spellings", "leave one of them")
+        for key, value in section.items():
+            if value is False and f"no_{_spell(key)}" in known[step]:
                 raise ToolError(
-                    f"{path}: {step}: unknown key {key!r}; the nearest known one is {nearest[0]!r}",
+                    f"{path}: {step}: {key}: false would be no option at all",
+                    f"write no_{_spell(key)}: true",
+                )
+            if _spell(key) not in known[step]:
+                nearest = get_close_matches(str(key), sorted(known[step]), n=1, cutoff=0)
+                raise ToolError(
+                    f"{path}: {step}: unknown key {str(key)!r}; the nearest known one is "
+                    f"{nearest[0]!r}",
                     f"quantize {step} --help tells the options",
                 )
+
+
+def _spell(key: Any) -> str:
+    return str(key).replace("-", "_")
+
+
+def _spell_keys(section: Mapping[Any, Any]) -> dict[str, Any]:
+    """A step's options by their names with underscores, in whatever way they were spelled."""
+    return {_spell(key): value for key, value in section.items()}
 
 
 def step_words(recipe: Recipe, step: str, *, yes: bool) -> Words | None:
     """The words after ``quantize`` for one step; None for one that the recipe does not ask for."""
     out, models = str(recipe.out), (recipe.target, recipe.draft)
     pinned = ("--revision", recipe.revision) if recipe.revision else ()
-    own = recipe.sections.get(step, {})
+    own = _spell_keys(recipe.sections.get(step, {}))
     if step == "plan":
-        shared = {k: v for k, v in recipe.sections.get("pair", {}).items() if k in PLAN_OPTIONS}
+        pair = _spell_keys(recipe.sections.get("pair", {}))
+        shared = {key: value for key, value in pair.items() if key in PLAN_OPTIONS}
         words = ("plan", models[0], "--draft", models[1], *pinned)
-        return (*words, *option_words(shared | dict(own)))
+        return (*words, *option_words(shared | own))
     if step == "pair":
         return ("pair", *models, "-o", out, *pinned, *option_words(own))
     if step == "verify":
@@ -118,7 +136,7 @@ def option_words(options: Mapping[str, Any]) -> Words:
     """Options as a command line spells them; a list repeats the option, true is a flag."""
     words: list[str] = []
     for key, value in options.items():
-        name = "--" + str(key).replace("_", "-")
+        name = "--" + key.replace("_", "-")
         if isinstance(value, bool):
             words += [name] if value else []
             continue

@@ -107,6 +107,33 @@ def test_an_unknown_option_is_refused_before_the_first_step(
     assert refused.value.hint == f"quantize {step} --help tells the options"
 
 
+@pytest.mark.parametrize(
+    ("pair", "said", "hint"),
+    [
+        ("dedupe-head: false", "pair: dedupe-head: false would be no option", "no_dedupe_head"),
+        ("exclude-layers: a\n  exclude_layers: b", "pair: one option has two spellings", "one"),
+    ],
+)
+def test_what_would_be_lost_is_refused(tmp_path: Path, pair: str, said: str, hint: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"target: a\ndraft: b\nout: {tmp_path / 'c'}\npair:\n  {pair}\n")
+    with pytest.raises(ToolError) as refused:
+        cli.main(["release", str(path), "--print"], standalone_mode=False)
+    assert said in refused.value.message
+    assert hint in refused.value.hint
+
+
+def test_dashed_options_of_the_pair_reach_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"target: a\ndraft: b\nout: {tmp_path / 'c'}\npair:\n  exclude-layers: ['*x']\n"
+    )
+    cli.main(["release", str(path), "--print"], standalone_mode=False)
+    assert "quantize plan a --draft b --exclude-layers '*x'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_example_recipes_name_known_options(path: Path) -> None:
     cli.main(["release", str(path), "--print"], standalone_mode=False)
