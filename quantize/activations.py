@@ -14,6 +14,11 @@ _CHANNELS_PER_OUTLIER, _CHANNEL_GAIN = 64, 4.0
 _TOKENS_PER_OUTLIER, _TOKEN_GAIN = 16, 2.0
 
 
+def seed_of(name: str) -> int:
+    """A number of 64 bits that is always the same for a name, on every machine."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
 def seeded_activations(name: str, rows: int, columns: int) -> Tensor:
     """BF16 activations ``[rows, columns]`` (tokens, channels), always the same for a name.
 
@@ -24,8 +29,7 @@ def seeded_activations(name: str, rows: int, columns: int) -> Tensor:
     """
     import torch
 
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(name) >> 1)
     x = torch.randn(rows, columns, generator=generator)
     channels = torch.randperm(columns, generator=generator)[: -(-columns // _CHANNELS_PER_OUTLIER)]
     tokens = torch.randperm(rows, generator=generator)[: -(-rows // _TOKENS_PER_OUTLIER)]

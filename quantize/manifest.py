@@ -20,8 +20,6 @@ MANIFEST = "files"
 
 READ_BYTES = 8 << 20
 
-Manifest = Mapping[str, Mapping[str, Any]]
-
 
 def make_manifest(
     folder: Path, names: Iterable[str], advance: Callable[[int], None]

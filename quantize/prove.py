@@ -6,14 +6,13 @@ scheme's definition as well, which shares no code with the kernel.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantize.activations import TOKENS, seeded_activations
+from quantize.activations import TOKENS, seed_of, seeded_activations
 from quantize.checkpoint import Checkpoint
 from quantize.energies import Inputs, Sums, compare_types, measure
 from quantize.entry import Entry
@@ -124,9 +123,9 @@ def sample_rows(name: str, rows: int) -> Any:
     quarter = SAMPLE_ROWS // 4
     if rows <= SAMPLE_ROWS:
         return np.arange(rows)
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     middle = np.arange(quarter, rows - quarter)
-    some = np.random.default_rng(seed).choice(middle, SAMPLE_ROWS - 2 * quarter, replace=False)
+    generator = np.random.default_rng(seed_of(name))
+    some = generator.choice(middle, SAMPLE_ROWS - 2 * quarter, replace=False)
     return np.concatenate((np.arange(quarter), np.sort(some), np.arange(rows - quarter, rows)))
 
 

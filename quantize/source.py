@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import models
 from models.base import Family, FusedExperts
-from quantize.checkpoint import Checkpoint, open_checkpoint
+from quantize.checkpoint import Checkpoint
 from quantize.errors import BadCheckpoint, BadPlan, ToolError
 from quantize.sources import FORMATS, METHODS, find_format
 from quantize.sources.base import PLAIN, FusedRows, Quantization, Weight, read_rows
@@ -100,14 +100,6 @@ def _decoder(weight: Weight) -> Callable[[Checkpoint, Weight, int, int], Tensor]
 
 def _read_plain(checkpoint: Checkpoint, weight: Weight, start: int, stop: int) -> Tensor:
     return read_rows(checkpoint, weight, 0, start, stop)
-
-
-def open_source(model: str, *, revision: str | None = None, ignore_index: bool = False) -> Source:
-    """Open what is to be quantized, as `open_checkpoint` does, and find its logical weights.
-
-    Raises `BadCheckpoint` and `BadPlan` also for stored formats that are unknown or incomplete.
-    """
-    return read_through(open_checkpoint(model, revision=revision, ignore_index=ignore_index))
 
 
 def read_through(stored: Checkpoint, fused_rows: FusedRows = ()) -> Source:

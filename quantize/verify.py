@@ -18,6 +18,7 @@ from quantize.plan import Plan
 from quantize.prove import SAMPLE_ROWS, Findings, prove_entry
 from quantize.report import Check, Report, TensorProof
 from quantize.source import Source
+from quantize.sources import COARSE
 from quantize.vllm_names import (
     find_layer_config,
     get_matching_fused,
@@ -185,10 +186,6 @@ def _judge_float32(found: Findings) -> Check:
         f"{found.float32_db:.1g} dB from float64",
         f"at most {MAY_DIFFER_DB:g} dB, {SAMPLE_ROWS} rows of each weight",
     )
-
-
-COARSE = ("mxfp4", "int4_packed")
-"""Stored formats whose values lie on a 4-bit grid."""
 
 
 def _judge_floors(proofs: list[TensorProof], rows: str, *, coarse: bool = False) -> Iterable[Check]:

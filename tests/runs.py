@@ -16,6 +16,7 @@ from quantize.job import Settings, run_one, run_pair
 from quantize.plan import Options
 from quantize.prepare import Job, PairOptions, prepare_draft, prepare_target
 from quantize.report import Report
+from quantize.source import Source, read_through
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+:\d]*")
 
@@ -29,6 +30,11 @@ def silent(_text: str, _size: int) -> Iterator[Advance]:
 def settings(**changes: Any) -> Settings:
     """Settings for a quiet run on the CPU."""
     return replace(Settings(("quantize", "test"), silent, 5 * 10**9), **changes)
+
+
+def open_source(path: Path) -> Source:
+    """A source as what quantizes it sees it."""
+    return read_through(open_checkpoint(str(path)))
 
 
 def target_job(source: Path, scheme: str, **options: Any) -> Job:

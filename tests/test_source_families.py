@@ -15,13 +15,13 @@ import pytest
 import stored
 import torch
 from families import DRAFTS, TARGETS, materialize
+from runs import open_source
 from tiny import Tensors, write
 
 from quantize.checkpoint import Checkpoint, open_checkpoint
 from quantize.plan import Options, Plan
 from quantize.prepare import Job, PairOptions, prepare_draft, prepare_target
 from quantize.roles import find_family
-from quantize.source import open_source
 from schemes import SCHEMES
 from schemes.base import TensorSpec
 
@@ -143,7 +143,7 @@ def split(folder: Path, config: Config, plain: Tensors) -> Callable[[str], torch
     if not any(tensor.ndim == 3 for tensor in fused.values()):
         return plain.__getitem__
     bare = {key: value for key, value in config.items() if key != "quantization_config"}
-    source = open_source(str(write(folder, bare, fused)))
+    source = open_source(write(folder, bare, fused))
     return lambda name: source.tensor(name) if name in source.specs else plain[name]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import run_quantize
-from runs import draft_job, run, settings, silent, target_job
+from runs import draft_job, open_source, run, settings, silent, target_job
 from safetensors.torch import load_file
 from stored import FORMATS, fp8_channel, mxfp4, restarting
 from tiny import Tensors, llama_config, llama_tensors, write, write_draft
@@ -18,7 +18,6 @@ from quantize.errors import ToolError
 from quantize.job import run_one
 from quantize.plan import make_plan
 from quantize.recheck import verify_output
-from quantize.source import open_source
 
 Config = dict[str, Any]
 CONFIG = llama_config(num_hidden_layers=1)
@@ -208,7 +207,7 @@ def test_a_draft_of_a_stored_target(tmp_path: Path) -> None:
 def test_the_plan_counts_stored_bytes(tmp_path: Path) -> None:
     stored, _ = stored_llama("INT4 packed")
     config = CONFIG | {"quantization_config": FORMATS["INT4 packed"][1]}
-    source = open_source(str(write(tmp_path / "m", config, stored, 2)))
+    source = open_source(write(tmp_path / "m", config, stored, 2))
     from quantize.plan import Options
 
     plan = make_plan(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import open_source
 from stored import (
     FORMATS,
     FP8,
@@ -31,7 +32,7 @@ from stored import (
 from tiny import Tensors, write
 
 from quantize.errors import ToolError
-from quantize.source import Source, open_source, read_through
+from quantize.source import Source, read_through
 from quantize.sources import base as base_format
 from quantize.sources import fp8_block as fp8_block_format
 from quantize.sources import fp8_tensor as fp8_tensor_format
@@ -51,7 +52,7 @@ def open_stored(
         other["other.bias"] = torch.zeros(4, dtype=torch.bfloat16)
     tensors = dict([first]) | other | dict(rest)
     config |= {"quantization_config": quantization} if quantization else {}
-    return open_source(str(write(folder / "m", config, tensors, shards)))
+    return open_source(write(folder / "m", config, tensors, shards))
 
 
 def check_exact(source: Source, name: str, expected: torch.Tensor) -> None:
@@ -416,7 +417,7 @@ def test_model_opt_is_named_by_its_own_file(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {}, {"w.weight": F8, "w.weight_scale": torch.tensor(1.0)})
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     with pytest.raises(ToolError, match="ModelOpt"):
-        open_source(str(path))
+        open_source(path)
 
 
 def test_configs_that_differ_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from quantize.sources.base import Format, Weight
 
 FORMATS = cast("tuple[Format, ...]", (fp8_block, fp8_tensor, int4_packed, mxfp4))
 
+COARSE = (int4_packed.NAME, mxfp4.NAME)
+"""Formats whose values lie on a 4-bit grid."""
+
 METHODS = tuple(sorted({method for format in FORMATS for method in format.METHODS}))
 
 
