@@ -46,7 +46,7 @@ def test_the_example_recipes_are_commands_that_exist(path: Path) -> None:
     assert given["verify"]["source"] == recipe.target
     assert given["accept"]["min_retention"] == 0.97
     assert given["publish"]["yes"]
-    assert len(RECIPES) == 2
+    assert len(RECIPES) == 3
 
 
 def yaml_steps(path: Path) -> list[str]:
