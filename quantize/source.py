@@ -6,6 +6,7 @@ Planning, quantizing and proving see a `Source` exactly as a plain `Checkpoint`;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -152,7 +153,8 @@ def naming(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except ToolError as error:
-        if origin in error.message:
+        # As a word: a folder called "tie" is not named by "tie_word_embeddings".
+        if re.search(rf"(?<![\w./-]){re.escape(origin)}(?![\w-])", error.message):
             raise
         raise type(error)(f"{origin}: {error.message}", error.hint) from error
 

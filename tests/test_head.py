@@ -71,6 +71,17 @@ def test_a_tied_flag_beside_an_equal_head_is_kept_as_it_is(tmp_path: Path) -> No
     assert {HEAD, EMBEDDING} <= made.stored.keys()
 
 
+def test_a_folder_that_is_called_like_the_fault_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = llama_config(num_hidden_layers=1, tie_word_embeddings=True)
+    write(tmp_path / "tie", config, llama_tensors(config) | other_head())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadPlan) as caught:
+        plan(open_checkpoint("tie"))
+    assert caught.value.message.startswith("tie: config.json: tie_word_embeddings is true")
+
+
 def test_a_tied_flag_beside_another_head_is_refused_naming_both(tmp_path: Path) -> None:
     source = make(tmp_path, other_head(), tie_word_embeddings=True)
     hint = refuse(source, "tie_word_embeddings is true", HEAD, EMBEDDING, "drop")
